@@ -20,7 +20,9 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.trainer import main_ppo
 from verl.trainer.ppo.v1 import agent_loop_tq
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, get_trainer_cls
+from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.utils.reward_score import default_compute_score
+from verl.workers.engine_workers import TrainingWorker
 from verl.workers.rollout import router
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
@@ -89,6 +91,20 @@ COUNTED_ON = {
         'elif data_source in ["codecontests", "apps", "codeforces", "taco"]:',
         "sandbox_fusion.compute_score(",
         "prime_code.compute_score(",
+    ),
+    "passes without gradients take the size that a batch names": (
+        TrainingWorker.infer_batch,
+        "micro_batch_size_per_gpu=self.engine_config.",
+        "if key not in data.keys():",
+    ),
+    "weights are called by the step after which they are sent": (
+        PPOTrainerSeparateAsync.on_step_end,
+        "self.standalone_checkpoint_manager.update_weights(self.global_steps)",
+    ),
+    "who generates is the trainer's again": (
+        PPOTrainerSeparateAsync.switch_to_trainer,
+        "self.remove_replicas_from_balancer()",
+        "abort_replicas(reject_request=True)",
     ),
     "the buffer is there before": (PPOTrainer, "self.replay_buffer = self._build_replay", "self._load_checkpoint()"),
 }

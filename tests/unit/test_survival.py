@@ -221,7 +221,7 @@ def test_step_times_are_the_profiles_times_what_the_run_has_told():
 
 
 def make_plan(**given) -> LayoutPlan:
-    return LayoutPlan(**{"crowded": frozenset(), "recompute_below": {}} | given)
+    return LayoutPlan(**{"crowded": frozenset(), "recompute_below": {}, "course": None} | given)
 
 
 def test_lowering_tp_must_gain_half_of_its_cost_on_top():

@@ -14,12 +14,13 @@ import ray
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
-from sglang_pat.config import VARIABLE
+from sglang_pat.config import STREAM_VARIABLE, VARIABLE
 from sglang_pat.figures import Figures, job_log
 from sglang_pat.integrations import CALLS
 from sglang_pat.integrations.balance import EngineReport
 from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.fields import DEGREES, STEPS, STOPS
+from sglang_pat.judge.attach import attach as stream_layers
 from sglang_pat.launch.attach import attach
 from sglang_pat.messages import BeginRound, EndRound
 
@@ -32,6 +33,9 @@ class AdaptiveServer(SGLangHttpServer):
 
     _in_round = False
     """One was announced, or something was asked of the engine, since the last one ended."""
+
+    _refuses = False
+    """Requests that come now are for another engine: those who sent them ask the balancer again."""
 
     _routed = False
     """Samples say which experts their tokens were routed to."""
@@ -47,6 +51,8 @@ class AdaptiveServer(SGLangHttpServer):
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
         """verl's; the sample's extra fields say which degree, and which step's weights, generated which tokens."""
+        if self._refuses:
+            return TokenOutput(token_ids=[], log_probs=[], stop_reason="aborted", extra_fields={})
         if not self._in_round:  # a trainer of verl's own announces none
             await self.announce_round(BeginRound())
         meta: dict[str, Any] = {}
@@ -65,9 +71,12 @@ class AdaptiveServer(SGLangHttpServer):
         output.extra_fields[STOPS] = [output.stop_reason]  # verl's agents drop it
         return output
 
-    async def announce_round(self, message: BeginRound | EndRound) -> None:
-        """A round begins, or ends; an engine that never sleeps has none."""
-        if self.rollout_mode == RolloutMode.HYBRID:
+    async def refuse_requests(self, refuse: bool) -> None:
+        self._refuses = refuse
+
+    async def announce_round(self, message: BeginRound | EndRound, always: bool = False) -> None:
+        """A round begins, or ends; an engine that never sleeps has none, but with ``always``."""
+        if always or self.rollout_mode == RolloutMode.HYBRID:
             self._in_round = isinstance(message, BeginRound)
             self.tokenizer_manager.pat_send_round(message)
 
@@ -96,10 +105,14 @@ class AdaptiveServer(SGLangHttpServer):
 
 
 class PlainServer(SGLangHttpServer):
-    """The actor of a reward model or a teacher: verl's own, also where the variable ``SGLANG_PAT`` is set."""
+    """The actor of a reward model or a teacher: verl's own, also where the variable ``SGLANG_PAT`` is set.  It may
+    stream layers from host memory."""
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         os.environ.pop(VARIABLE, None)  # SGLang's plug-in would read it, in this process and in the engine's
+        if (layers := options.read_stream_setting(self.config)) is not None:
+            os.environ[STREAM_VARIABLE] = layers
+            stream_layers()
         await super().launch_server(*args, **kwargs)
 
 
@@ -134,3 +147,13 @@ class AdaptiveReplica(SGLangReplica):
     @property
     def max_concurrency(self) -> int:
         return max(super().max_concurrency, CALLS)
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        """verl's; with ``reject_request``, which it ignores for SGLang, what comes later does not wait here either."""
+        if reject_request:
+            await self.servers[0].refuse_requests.remote(True)
+        await super().abort_all_requests()
+
+    async def resume_generation(self) -> None:
+        await super().resume_generation()
+        await self.servers[0].refuse_requests.remote(False)

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, open_dict
 from ray.actor import ActorHandle
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1 import trainer_separate_async
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
@@ -87,6 +88,8 @@ class _Adaptive(PPOTrainer):
 
     _figures: list[figures.Figures]
     """Of each engine, until the last step."""
+    _has_rounds = False
+    """Also of engines that have GPUs of their own: what runs there is one step's."""
     _ledger: TrainerLedger | None = None
     """Of rewards with limits."""
 
@@ -124,7 +127,7 @@ class _Adaptive(PPOTrainer):
         handles = self._list_engines()
         if isinstance(message, BeginRound) and len(handles) > 1:  # nobody knows how many requests each will get
             message = replace(message, requests=None, prompts=None)
-        ray.get([handle.announce_round.remote(message) for handle in handles])
+        ray.get([handle.announce_round.remote(message, self._has_rounds) for handle in handles])
 
     def _consume_sync_metrics(self) -> dict:
         """verl's, of the step that has just ended, and ours."""
@@ -316,5 +319,11 @@ class AdaptiveColocateAsync(_Adaptive, PPOTrainerColocateAsync):
 
 @register_trainer(f"{PREFIX}separate_async")
 class AdaptiveSeparateAsync(_Adaptive, PPOTrainerSeparateAsync):
+    def _setup(self) -> None:
+        level = trainer_separate_async.logger.level
+        trainer_separate_async.logger.setLevel(logging.WARNING)  # verl 0.9.1 fails at a line of INFO of its own
+        super()._setup()
+        trainer_separate_async.logger.setLevel(level)
+
     def get_llm_client(self) -> LLMServerClient:
         return self.standalone_server_manager.get_client(client_cls=AdaptiveAsyncClient)

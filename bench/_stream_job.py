@@ -1,0 +1,53 @@
+"""What the jobs of ``bench/streaming.py`` have beside verl's and ours: an agent whose responses have drawn lengths, and
+trainers that fetch complete groups otherwise than ``sglang_pat_stream`` does."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+
+from sglang_pat.integrations.verl.streaming import AdaptiveStream
+
+SIGMA_OF_PROMPTS, SIGMA_OF_RESPONSES = 0.9, 0.4
+"""Of the logarithms of lengths: between prompts, and between the responses to one."""
+MEDIAN = 1 / 16
+"""Of a response, as a share of the limit."""
+
+
+def draw_length(prompt: int, response: int, limit: int) -> int:
+    """In tokens; lognormal, and the same in each job."""
+    of_prompt = random.Random(f"{prompt}").gauss(0, SIGMA_OF_PROMPTS)
+    length = MEDIAN * limit * random.Random(f"{prompt} {response}").lognormvariate(of_prompt, SIGMA_OF_RESPONSES)
+    return max(1, min(limit, round(length)))
+
+
+class DrawnLengths(SingleTurnAgentLoop):
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        length = draw_length(int(kwargs["index"]), int(kwargs["session_id"]), self.response_length)
+        given = sampling_params | {"max_tokens": length, "ignore_eos": True}
+        return await super().run(given, **kwargs)
+
+
+@register_trainer("fetch_whole")
+class FetchWhole(AdaptiveStream):
+    """Trains when the batch is there."""
+
+    def _wait_for_groups(self, wanted: int, metrics: dict[str, Any]) -> int:
+        self.replay_buffer.wait_for_sampleable(self.global_steps, "train", wanted)
+        return wanted
+
+
+@register_trainer("fetch_once")
+class FetchOnce(AdaptiveStream):
+    """Trains on a share of the batch when that is there, and on the rest when all of it is."""
+
+    def _wait_for_groups(self, wanted: int, metrics: dict[str, Any]) -> int:
+        batch = self.config.data.train_batch_size
+        groups = round(float(os.environ["FETCH_SHARE"]) * batch) if wanted == batch else wanted
+        self.replay_buffer.wait_for_sampleable(self.global_steps, "train", groups)
+        return groups

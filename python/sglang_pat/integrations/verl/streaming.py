@@ -1,0 +1,285 @@
+"""verl's trainer that trains on groups while the others are still generated (RollPacker, section 4.4):
+``trainer.v1.trainer_mode=sglang_pat_stream``.
+
+A step starts a batch of prompts, when all before it were trained on.  As soon as groups are complete, with their
+rewards, their gradients are added up; what is complete by then is the next chunk.  When the batch is there, the sum is
+divided once, the weights are updated once, and go to all engines.  So the weights of the step generated all of its
+tokens, and the update is that of the whole batch.
+
+It is verl's ``separate_async`` without its prefetched prompts and with one update a step, of which another worker adds
+gradients up (:mod:`sglang_pat.integrations.verl.gradient_sums`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import ray
+import transfer_queue as tq
+from omegaconf import DictConfig, open_dict
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1.replay_buffer import _accumulate_eviction_metrics
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
+from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode, PPOTrainerSeparateAsync
+from verl.trainer.ppo.v1.utils import MetricsAggregator
+from verl.utils import tensordict_utils
+from verl.utils.debug import marked_timer
+from verl.utils.metric import reduce_metrics
+from verl.utils.py_functional import rename_dict
+
+from sglang_pat.integrations.verl import options, stream_options
+from sglang_pat.integrations.verl.fields import STEPS, expand_runs
+from sglang_pat.integrations.verl.gradient_sums import SummingWorker
+from sglang_pat.integrations.verl.tail_batching import POLL_SECONDS
+from sglang_pat.integrations.verl.trainers import PREFIX, AdaptiveSeparateAsync
+from sglang_pat.messages import BeginRound, EndRound
+from sglang_pat.policies.lengths import WINDOW
+from sglang_pat.rollout.scale_down import ScaleDown, project_peak
+
+logger = logging.getLogger(__name__)
+
+MODE = f"{PREFIX}stream"
+WHERE = f"trainer.v1.trainer_mode={MODE}"
+
+
+def check(config: DictConfig) -> None:
+    """Refuse what would not be the update of the whole batch, or cannot be at all.
+
+    Raises:
+        ValueError: one line, in the words of verl's configuration.
+    """
+    if given := config.trainer.v1.get(MODE):
+        raise ValueError(f"trainer.v1.{MODE} has no option {min(given)!r}, must be left out: it has none")
+    rollout, sampler = config.actor_rollout_ref.rollout, config.trainer.v1.sampler
+    if rollout.name != options.NAME:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.name is {rollout.name}, must be {options.NAME} with {WHERE}: it says of each "
+            "token which weights generated it"
+        )
+    if not rollout.nnodes > 0:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.nnodes is {rollout.nnodes}, must be at least 1 with {WHERE}: engines need GPUs "
+            "of their own to generate while the trainer trains"
+        )
+    if (custom := sampler.get("custom_sampler") or {}).get("path"):
+        raise ValueError(
+            f"trainer.v1.sampler.custom_sampler.path is {custom['path']!r}, must be left out with {WHERE}: each "
+            "complete group is trained on"
+        )
+    stream_options.check(config, WHERE)
+
+
+class _OneVersion(PPOTrainerSeparateAsync):
+    """verl's trainer, which keeps no copy of the weights: they stay as they are until the step's only update."""
+
+    _compute_old_log_prob = PPOTrainer._compute_old_log_prob
+
+
+@register_trainer(MODE)
+class AdaptiveStream(AdaptiveSeparateAsync, _OneVersion):
+    """Each step: :meth:`step`.
+
+    With ``trainer.v1.separate_async.hybrid_rollout.enable_switch`` the trainer's GPUs generate, too, until they are to
+    train (:mod:`sglang_pat.rollout.scale_down`).  They change sides as whole replicas, and their requests go on
+    elsewhere, from their tokens.
+    """
+
+    _has_rounds = True
+
+    def __init__(self, config: DictConfig) -> None:
+        check(config)
+        config = deepcopy(config)
+        mode = config.trainer.v1
+        with open_dict(mode):
+            mode.trainer_mode = f"{PREFIX}separate_async"
+            # What the mode is: a batch, its update, the next batch.  verl's defaults are others.
+            mode.separate_async.parameter_sync_step, mode.separate_async.num_warmup_batches = 1, 0
+            mode.sampler.max_off_policy_threshold = None
+        super().__init__(config)
+        self.replay_buffer.poll_interval = POLL_SECONDS
+        self._shares_gpus = self.hybrid_rollout_config.enable_switch
+        # verl's own rule when to switch is about prefetched prompts.
+        self.hybrid_rollout_config = replace(self.hybrid_rollout_config, enable_switch=False)
+        self._lengths: deque[int] = deque(maxlen=WINDOW)
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        for role in self.role_worker_mapping.keys() & {Role.Actor, Role.ActorRollout, Role.ActorRolloutRef}:
+            self.role_worker_mapping[role] = ray.remote(SummingWorker)
+
+    def on_step_begin(self) -> None:
+        if not self._shares_gpus:
+            super().on_step_begin()
+
+    def on_sample_begin(self) -> None:
+        """Nothing: verl measures here what its own rule computes with."""
+
+    def on_sample_end(self) -> None:
+        """The same."""
+
+    def on_step_end(self) -> None:
+        self._announce_round(EndRound())
+        super().on_step_end()
+        if self._shares_gpus and self.global_steps < self.total_training_steps:
+            with marked_timer("switch_to_rollout", self.timing_raw, color="cyan"):
+                self.switch_to_rollout()
+
+    def _add_batch_to_generate(self) -> None:
+        rollout, prompts = self.config.actor_rollout_ref.rollout, self.config.data.train_batch_size
+        about = {"max_new_tokens": rollout.response_length}
+        filters = self.replay_buffer.filter_groups_metric is not None  # then more prompts may come
+        self._announce_round(BeginRound(**about) if filters else BeginRound.of_size(prompts, rollout.n, **about))
+        super()._add_batch_to_generate()
+
+    def _wait_for_sampleable_and_switch(self) -> dict[str, Any]:
+        """Until the trainer's GPUs are its own."""
+        if self.current_mode != HybridEngineMode.ROLLOUT:
+            return {}
+        with marked_timer("switch_wait", self.timing_raw, color="yellow"):
+            found = self._wait_for_scale_down()
+        with marked_timer("switch_to_trainer", self.timing_raw, color="cyan"):
+            self.switch_to_trainer()
+        return found
+
+    def _wait_for_scale_down(self) -> dict[str, Any]:
+        """Until they may leave the round."""
+        buffer, rollout = self.replay_buffer, self.config.actor_rollout_ref.rollout
+        groups, last = self.config.data.train_batch_size, time.time()
+        reports = ray.get([handle.load.remote() for handle in self.standalone_server_manager.server_handles])
+        decision = ScaleDown(groups=groups, room=sum(report.kv_free + report.tokens for report in reports))
+        metrics: dict[str, Any] = {}
+        while True:
+            there, found = buffer.wait_for_sampleable(self.global_steps, "train", 0)  # does not wait for any
+            _accumulate_eviction_metrics(metrics, found, 0)
+            tags = buffer.partitions["train"].values()  # also some of a checkpoint from which the job went on
+            ended = [tag for tag in tags if "response_len" in tag and tag["global_steps"] == self.global_steps]
+            prompt = sum(tag["prompt_len"] for tag in ended) / max(len(ended), 1)
+            peak = project_peak(self._lengths, len(ended), groups * rollout.n, prompt, rollout.response_length)
+            if decision.is_due(len(there), peak):
+                return metrics | {"training/stream/switched_at": min(len(there) / groups, 1.0)}
+            last = buffer._wait_for_next_poll("train", last)
+
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
+        """One update of the weights, of a batch that is trained in chunks of complete groups."""
+        found = MetricsAggregator()
+        found.add_step_metrics(self.prepare_step())
+        self.actor_rollout_wg.begin_step()
+        wanted, chunks, hidden, exposed = self.config.data.train_batch_size, list[KVBatchMeta](), 0.0, 0.0
+        while wanted:
+            of_chunk: dict[str, Any] = {}
+            with marked_timer("gen", timing_raw, color="red"):
+                groups = self._wait_for_groups(wanted, of_chunk)
+            wanted -= groups
+            began = time.perf_counter()
+            chunk = self._step_once(of_chunk, timing_raw, groups)
+            seconds = time.perf_counter() - began
+            # What ended the batch may have come at the chunk's begin: then nothing of it was hidden.
+            if wanted > self.replay_buffer.get_sampleable_count(self.global_steps, "train"):
+                hidden += seconds
+            else:
+                exposed += seconds
+            chunks.append(chunk)
+            self._lengths += (tag["response_len"] for tag in chunk.tags if not tag.get("is_padding"))
+            found.aggregation_rules["sum"] += [name for name in of_chunk if name.startswith("rollout/tokens/")]
+            found.add_step_metrics(of_chunk, sample_count=len(chunk))
+        with marked_timer("update_actor", timing_raw, color="red"):
+            update = self._finish_update(sum(map(_count_sequences, chunks)))
+        metrics.update(found.get_aggregated_metrics() | update)
+        about = {"chunks": len(chunks), "hidden_seconds": hidden, "exposed_seconds": exposed}
+        metrics.update({f"training/stream/{name}": value for name, value in about.items()})
+        return KVBatchMeta(
+            partition_id="train", keys=[key for chunk in chunks for key in chunk.keys],
+            tags=[tag for chunk in chunks for tag in chunk.tags],
+        )  # fmt: skip
+
+    def _wait_for_groups(self, wanted: int, metrics: dict[str, Any]) -> int:
+        """Until at least one group is complete; how many are, at most as many as are ``wanted``."""
+        there, found = self.replay_buffer.wait_for_sampleable(self.global_steps, "train", 1)
+        metrics.update(found)
+        return min(len(there), wanted)
+
+    def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], **named: Any) -> KVBatchMeta:
+        check_weights(batch, self.global_steps - 1)
+        batch = super()._balance_batch(batch, metrics, **named)
+        # verl's passes without gradients want whole micro-batches.
+        size = self.config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
+        if size is not None:
+            batch.extra_info["micro_batch_size_per_gpu"] = math.gcd(len(batch) // self._count_trainer_ranks(), size)
+        return batch
+
+    def _get_required_batch_multiple(self, dp_size: int) -> int:
+        """verl's own is a whole batch."""
+        return dp_size
+
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        """Only to compare them with the engine's: else they are those of the pass that computes gradients."""
+        if not self.config.actor_rollout_ref.rollout.calculate_log_probs:
+            return batch
+        return super()._compute_old_log_prob(batch, metrics)
+
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        """The gradients of a chunk."""
+        ray.get(self.actor_rollout_wg.add_gradients(self._divide(batch)))
+        return batch
+
+    def _divide(self, batch: KVBatchMeta) -> list[KVBatchMeta | None]:
+        """A balanced batch by data-parallel ranks, without what verl has filled it up with."""
+        ranks = self._count_trainer_ranks()
+        size = len(batch) // ranks
+        shares = list[KVBatchMeta | None]()
+        for rank in range(ranks):
+            rows = [i for i in range(rank * size, (rank + 1) * size) if not batch.tags[i].get("is_padding")]
+            shares.append(
+                KVBatchMeta(
+                    partition_id=batch.partition_id, keys=[batch.keys[i] for i in rows],
+                    tags=[batch.tags[i] for i in rows], extra_info=dict(batch.extra_info),
+                )
+                if rows else None
+            )  # fmt: skip
+        return shares
+
+    def _count_trainer_ranks(self) -> int:
+        """Data-parallel ones."""
+        return max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+
+    def _finish_update(self, sequences: int) -> dict[str, Any]:
+        """Divide, clip, update; verl's metrics of an update."""
+        output = self.actor_rollout_wg.finish_step(sequences)[0]
+        found = rename_dict(tensordict_utils.get(output, "metrics"), "actor/")
+        found["perf/mfu/actor"] = found.pop("actor/mfu")
+        return reduce_metrics(found)
+
+
+def _count_sequences(batch: KVBatchMeta) -> int:
+    return sum(not tag.get("is_padding") for tag in batch.tags)
+
+
+def check_weights(batch: KVBatchMeta, version: int) -> None:
+    """Hold that these weights, and no others, generated each token of a batch.
+
+    Args:
+        version: verl's, the step after which they were sent.
+
+    Raises:
+        RuntimeError: others have; one line.
+    """
+    data = tq.kv_batch_get(
+        keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask", "extra_fields"]
+    )
+    for key, mask, fields in zip(
+        batch.keys, data["response_mask"].unbind(), data.get("extra_fields").tolist(), strict=True
+    ):
+        versions = expand_runs(fields.get(STEPS) or ((0, None),), len(mask))
+        for i, (generated, found) in enumerate(zip(mask.tolist(), versions, strict=True)):
+            if generated and found != version:
+                raise RuntimeError(
+                    f"token {i} of response {key} is of the weights of step {found}, must be of step {version}: all "
+                    "that a step trains on is of its weights"
+                )

@@ -1,0 +1,254 @@
+"""Streamed gradients under verl, in real jobs: ``trainer.v1.trainer_mode=sglang_pat_stream``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from safetensors.torch import load_file
+from transfer_queue import KVBatchMeta
+from verl.utils import tensordict_utils
+
+from sglang_pat.integrations.verl import streaming
+from sglang_pat.integrations.verl.fields import STEPS
+from sglang_pat.integrations.verl.streaming import AdaptiveStream, check_weights
+
+from . import jobs, verl_stream_jobs
+from .jobs import SWITCHING
+from .verl_stream_jobs import BATCH, FIRST
+
+pytestmark = pytest.mark.integration
+
+ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
+HYBRID = "trainer.v1.separate_async.hybrid_rollout.enable_switch=true"
+SEPARATE = "actor_rollout_ref.hybrid_engine=false"
+COMMON = (
+    "--batch", str(BATCH), "--samples", "4", "trainer.save_freq=3", "trainer.default_local_dir={out}",
+    "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]", "data.shuffle=false",
+    # With Adam's own, the sign of a rounding error moves a weight whose gradient is nearly 0.
+    "actor_rollout_ref.actor.optim.override_optimizer_config={{eps:0.001}}",
+)  # fmt: skip
+
+
+def load_weights(job: jobs.Job) -> dict:
+    (path,) = (job.out / "global_step_3" / "actor" / "huggingface").glob("*.safetensors")
+    return load_file(path)
+
+
+@pytest.fixture
+def own_modules(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(jobs.ROOT), prepend=os.pathsep)
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", verl_stream_jobs.__name__)
+    monkeypatch.setenv("STREAM_SAMPLES", str(tmp_path))
+
+
+CASES = {
+    "separate": (SEPARATE, "actor_rollout_ref.actor.loss_agg_mode=token-mean"),
+    # And what is computed before a chunk's gradients: by a reference policy, and not by the policy itself.
+    "shared": (
+        HYBRID, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.kl_loss_coef=0.1", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.rollout.calculate_log_probs=false",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_three_steps_are_those_of_verls_own_update(verl_job, own_modules, flat, tmp_path, case):
+    """Most prompts of a step begin when gradients of its first chunk are there: a trainer that waits for the batch
+    would wait for ever.  verl's own trainer then gets the samples, all at once."""
+    gpus, *settings = CASES[case]
+    agents, name = tmp_path / "agents.yaml", f"trainer.experiment_name={tmp_path.name}"
+    agents.write_text(f"- name: gated\n  _target_: {verl_stream_jobs.__name__}.GatedAgent\n")
+    common = (*COMMON, *settings, name)
+    streamed = verl_job(
+        *SWITCHING, *common, gpus, "trainer.v1.trainer_mode=recorded_stream", "actor_rollout_ref.rollout.nnodes=1",
+        f"{ENGINE}.backend=gloo", f"{ENGINE}.custom_backend_module=on_cpu.verl_gloo", "ray_kwargs.ray_init.num_gpus=4",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=gated",
+    )  # fmt: skip
+    assert len(streamed.steps) == 3
+    for step in streamed.steps:
+        assert step["training/stream/chunks"] >= 2 and step["training/stream/hidden_seconds"] > 0
+        assert step.get("training/rollout_probs_diff_max", 0) <= 1e-6
+        assert step["training/off_policy/trajectory_spans/max"] == 1
+        if gpus == HYBRID:
+            assert 0.2 <= step["training/stream/switched_at"] <= FIRST / BATCH
+    own = verl_job(*SWITCHING, *common, "trainer.v1.trainer_mode=replayed_sync")
+    for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean"):
+        assert streamed.series(name) == pytest.approx(own.series(name), rel=1e-4, abs=1e-6), name
+    (path,) = flat.glob("*.safetensors")
+    before, ours, theirs = load_file(path), load_weights(streamed), load_weights(own)
+    for name, weight in theirs.items():
+        moved = (weight - before[name]).norm()
+        assert moved > 0 and (ours[name] - weight).norm() <= 1e-4 * moved, name
+
+
+# -- without engines --------------------------------------------------------------------------------------------
+
+
+ROLLOUT = "actor_rollout_ref.rollout"
+GOOD = (
+    f"trainer.v1.trainer_mode={streaming.MODE}", f"{ROLLOUT}.name=sglang_pat", f"{ROLLOUT}.nnodes=1",
+    f"{ROLLOUT}.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ENGINE}.backend=nccl",
+    f"+{ROLLOUT}.engine_kwargs.sglang_pat={{}}", "actor_rollout_ref.actor.strategy=fsdp2",
+    "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "algorithm.adv_estimator=grpo",
+)  # fmt: skip
+
+
+def make_trainer(*others: str) -> AdaptiveStream:
+    """As verl makes it, before anything is loaded."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return AdaptiveStream(compose("ppo_trainer", [*GOOD, *others]))
+
+
+def test_a_step_has_its_own_prompts_only():
+    trainer = make_trainer()
+    assert trainer.trainer_mode == "separate_async" and trainer.parameter_sync_step == 1
+    assert trainer.config.trainer.v1.separate_async.num_warmup_batches == 0
+    assert trainer.replay_buffer.max_off_policy_threshold is None and not trainer._shares_gpus
+    assert make_trainer(HYBRID)._shares_gpus
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.name is sglang, must be sglang_pat with {streaming.WHERE}: "),
+        (f"{ROLLOUT}.nnodes=0", f"{ROLLOUT}.nnodes is 0, must be at least 1 with {streaming.WHERE}: engines need"),
+        (
+            "trainer.v1.sampler.custom_sampler={path: mine.py, name: Mine}",
+            f"trainer.v1.sampler.custom_sampler.path is 'mine.py', must be left out with {streaming.WHERE}: ",
+        ),
+        ("+trainer.v1.sglang_pat_stream={chunk: 2}", "trainer.v1.sglang_pat_stream has no option 'chunk', must be "),
+        ("actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.ppo_epochs is 2, must be 1 with trainer.v1."),
+    ],
+)
+def test_refused_in_one_line(override, line):
+    with pytest.raises(ValueError) as refused:
+        make_trainer(override)
+    assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("runs", "line"),
+    [
+        (((0, 4),), None),
+        (((0, 4), (2, None), (3, 4)), None),  # a tool's token
+        (((0, 4), (3, 5)), "token 3 of response uid_0_0 is of the weights of step 5, must be of step 4: "),
+        (((0, 3), (1, 4)), "token 0 of response uid_0_0 is of the weights of step 3, must be of step 4: "),
+        (((0, 4), (3, None)), "token 3 of response uid_0_0 is of the weights of step None, must be of step 4: "),
+        ((), "token 0 of response uid_0_0 is of the weights of step None, must be of step 4: "),
+    ],
+)
+def test_each_token_is_of_the_weights_of_its_step(monkeypatch, runs, line):
+    mask = torch.nested.as_nested_tensor([torch.tensor([1, 1, 0, 1])], layout=torch.jagged)
+    fields = SimpleNamespace(tolist=lambda: [{STEPS: runs}])
+    monkeypatch.setattr(streaming.tq, "kv_batch_get", lambda **_: {"response_mask": mask, "extra_fields": fields})
+    batch = KVBatchMeta(partition_id="train", keys=["uid_0_0"], tags=[{}])
+    if line is None:
+        return check_weights(batch, 4)
+    with pytest.raises(RuntimeError) as refused:
+        check_weights(batch, 4)
+    assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
+
+
+class World(AdaptiveStream):
+    """A step whose groups are complete as ``there`` says: how many are, each time that the trainer looks."""
+
+    def __init__(self, batch: int, there: list[int]) -> None:
+        self.config: Any = SimpleNamespace(data=SimpleNamespace(train_batch_size=batch))
+        self.global_steps, self._lengths = 5, []
+        self.calls: list[str] = []
+        update = tensordict_utils.get_tensordict({}, {"metrics": {"mfu": 1.0}})
+        self.actor_rollout_wg: Any = SimpleNamespace(
+            begin_step=lambda: self.calls.append("begin"),
+            finish_step=lambda sequences: self.calls.append(f"finish {sequences}") or [update],
+        )
+        looks = iter(there)
+        self.replay_buffer: Any = SimpleNamespace(
+            wait_for_sampleable=lambda *_: (set(range(next(looks))), {}),
+            get_sampleable_count=lambda *_: next(looks),
+        )
+
+    def prepare_step(self) -> dict[str, Any]:
+        self.calls.append("prompts")
+        return {}
+
+    def _step_once(self, metrics: dict[str, Any], timing_raw: dict[str, float], groups: int) -> KVBatchMeta:
+        self.calls.append(f"chunk {groups}")
+        metrics["rollout/tokens/tp1"] = 10 * groups
+        tags = [{"response_len": 3} for _ in range(2 * groups)] + [{"is_padding": True, "response_len": 1}]
+        return KVBatchMeta(partition_id="train", keys=[f"{len(self.calls)}_{i}" for i in range(len(tags))], tags=tags)
+
+
+def test_a_step_is_one_update_of_chunks_of_whatever_is_complete():
+    # Looks: before a chunk, and after it, when the rest may be there.
+    world, metrics = World(8, [3, 1, 1, 0, 9, 5]), dict[str, Any]()
+    batch = world.step(metrics, {})
+    assert world.calls == ["prompts", "begin", "chunk 3", "chunk 1", "chunk 4", "finish 16"], "no more than the batch"
+    assert len(batch.keys) == 16 + 3 and metrics["rollout/tokens/tp1"] == 80
+    assert metrics["training/stream/chunks"] == 3 and world._lengths == [3] * 16
+    assert metrics["training/stream/hidden_seconds"] > 0 and metrics["training/stream/exposed_seconds"] > 0
+
+
+def test_training_that_the_batch_waits_for_is_not_hidden():
+    metrics: dict[str, Any] = {}
+    World(8, [5, 3, 3, 0]).step(metrics, {})  # the rest is there when the first chunk is trained
+    assert metrics["training/stream/chunks"] == 2 and metrics["training/stream/hidden_seconds"] == 0
+
+
+def test_what_fills_a_batch_up_is_not_trained_on():
+    trainer = object.__new__(AdaptiveStream)
+    trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0, 0, 1, 1]})
+    padding = [False, False, True, True, False, True]
+    batch = KVBatchMeta(
+        partition_id="train", keys=list("abcdef"), tags=[{"is_padding": one} for one in padding], extra_info={"x": 1}
+    )
+    shares = trainer._divide(batch)
+    assert [share and share.keys for share in shares] == [["a", "b"], ["e"]]
+    assert all(share is not None and share.extra_info == {"x": 1} for share in shares)
+    nothing = KVBatchMeta(partition_id="train", keys=["a", "b"], tags=[{}, {"is_padding": True}])
+    assert trainer._divide(nothing)[1] is None
+
+
+def test_an_engine_that_leaves_the_round_sends_requests_away():
+    from sglang_pat.integrations.verl.replica import AdaptiveReplica, AdaptiveServer
+
+    server, calls = object.__new__(AdaptiveServer), list[str]()
+    server.rollout_mode = None
+
+    def make_remote(name: str, method: Any) -> SimpleNamespace:
+        async def call(*args: Any) -> None:
+            calls.append(name)
+            await method(*args)
+
+        return SimpleNamespace(remote=call)
+
+    replica = object.__new__(AdaptiveReplica)
+    nothing = asyncio.sleep
+    replica.servers = [
+        SimpleNamespace(
+            refuse_requests=make_remote("refuse", server.refuse_requests),
+            abort_all_requests=make_remote("abort", lambda: nothing(0)),
+            resume_generation=make_remote("resume", lambda: nothing(0)),
+        )
+    ]
+
+    async def run() -> Any:
+        await replica.abort_all_requests()
+        assert not server._refuses, "they go on here after an update of the weights"
+        await replica.abort_all_requests(reject_request=True)
+        answer = await server.generate([1, 2], {}, "request")
+        await replica.resume_generation()
+        return answer
+
+    answer = asyncio.run(run())
+    assert calls == ["abort", "refuse", "abort", "resume", "refuse"], "none slips in between"
+    assert answer.stop_reason == "aborted" and answer.token_ids == [] and "global_steps" not in answer.extra_fields
+    assert not server._refuses

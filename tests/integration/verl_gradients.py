@@ -1,0 +1,220 @@
+"""Ranks of verl's trainer without Ray: steps with summed gradients, and verl's own on the same samples.
+
+    python -m tests.integration.verl_gradients MODEL OUT [CASE ...]
+
+One process for each rank, forked after verl is imported.  OUT gets, by case, how far the two are apart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hydra import compose, initialize_config_module
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import response_from_nested
+
+from sglang_pat.integrations.verl.gradient_sums import SummingWorker
+from sglang_pat.testing.ports import find_free_port
+
+RANKS, SHARDS = 4, 2
+PROMPTS, RESPONSES, STEPS = 6, 4, 3
+SEQUENCES = PROMPTS * RESPONSES
+ALONE = 2
+"""Chunks that the second replica trains without the first."""
+CASES: dict[str, tuple[str, ...]] = {
+    "token-mean": (),
+    "seq-mean-token-mean": ("use_kl_loss=true", "kl_loss_coef=0.1"),
+    "seq-mean-token-sum-norm": ("loss_scale_factor=64", "entropy_coeff=0.01"),
+    "token-sum": ("use_dynamic_bsz=true", "ppo_max_token_len_per_gpu=256"),
+    "seq-mean-token-sum": ("fsdp_config.use_no_sync_for_gradient_accumulation=true",),
+    "token-mean of one replica": (
+        "fsdp_config.fsdp_size=-1", "fsdp_config.param_offload=true", "fsdp_config.optimizer_offload=true",
+    ),
+}  # fmt: skip
+"""Overrides of ``actor_rollout_ref.actor``, by ``loss_agg_mode``."""
+
+
+def make_config(model: str, overrides: tuple[str, ...]) -> Any:
+    actor = [
+        "strategy=fsdp2", "optim.lr=1e-4", f"ppo_mini_batch_size={PROMPTS}", "ppo_micro_batch_size_per_gpu=2",
+        "fsdp_config.use_torch_compile=false", "fsdp_config.model_dtype=fp32", f"fsdp_config.fsdp_size={SHARDS}",
+    ]  # fmt: skip
+    precision = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose(
+            "ppo_trainer",
+            [
+                f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.model.use_remove_padding=false",
+                "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+                "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+                f"actor_rollout_ref.rollout.n={RESPONSES}", "actor_rollout_ref.rollout.name=sglang",
+                "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=3",
+                "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=256",
+                "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=${actor_rollout_ref.actor.use_dynamic_bsz}",
+                f"+actor_rollout_ref.actor.fsdp_config.mixed_precision={precision}",
+                *(f"actor_rollout_ref.actor.{text}" for text in (*actor, *overrides)),
+            ],
+        )  # fmt: skip
+    return config.actor_rollout_ref
+
+
+def make_samples(step: int) -> TensorDict:
+    """Of a step: lengths of all kinds, some tokens that do not count, and one response of which none does."""
+    draw = torch.Generator().manual_seed(step)
+
+    def tokens(size: int) -> torch.Tensor:
+        return torch.randint(5, 500, (size,), generator=draw)
+
+    rows: list[dict[str, torch.Tensor]] = []
+    for i in range(SEQUENCES):
+        prompt = tokens(int(torch.randint(1, 9, (), generator=draw)))
+        response = tokens(int((torch.randn((), generator=draw) + 2.5).exp().clamp(2, 60)))
+        mask = torch.ones_like(response) if i else torch.zeros_like(response)
+        mask[len(response) // 2 : len(response) // 2 + i % 3] = 0  # a tool's answer
+        whole = torch.cat([prompt, response])
+        advantages = torch.randn((), generator=draw) * torch.ones(len(response))
+        rows.append(
+            dict(prompts=prompt, responses=response, input_ids=whole, position_ids=torch.arange(len(whole)))
+            | dict(response_mask=mask, loss_mask=mask, advantages=advantages, ref_log_prob=-6 - advantages / 9)
+            | dict(rollout_is_weights=torch.rand(len(response), generator=draw) + 0.5)
+        )
+    fields = {name: torch.nested.as_nested_tensor([row[name] for row in rows], layout=torch.jagged) for name in rows[0]}
+    return TensorDict(fields, batch_size=SEQUENCES)
+
+
+def select(data: TensorDict, rows: Any) -> TensorDict | None:
+    rows = list(rows)
+    return tu.index_select_tensor_dict(data, rows) if rows else None
+
+
+def make_shares(data: TensorDict, step: int, replicas: bool) -> list[list[TensorDict | None]]:
+    """Chunks in the order in which responses end, each with what every rank gets of it.
+
+    With ``replicas`` the first chunks are for ranks 2 and 3, the others for all.  Shares differ in size, and some are
+    empty.
+    """
+    order = sorted(range(SEQUENCES), key=lambda i: len(data["responses"][i]))
+    chunks = [order[:3], order[3:8], order[8:9], order[9:20], order[20:]]
+    if step % 2:
+        chunks.reverse()
+    shares = []
+    for number, chunk in enumerate(chunks):
+        ranks = [2, 3] if replicas and number < ALONE else [0, 1, 2, 3]
+        parts = {rank: chunk[i :: len(ranks)] for i, rank in enumerate(ranks)}
+        shares.append([select(data, parts.get(rank, ())) for rank in range(RANKS)])
+    return shares
+
+
+def record_gradients(worker: SummingWorker) -> list[torch.Tensor]:
+    """What verl's engine is about to clip, of each step."""
+    engine, found = worker.actor.engine, []
+    step = engine.optimizer_step
+
+    def recorded() -> float:
+        found.append(torch.cat([p.grad.full_tensor().flatten().clone() for p in engine.module.parameters()]))
+        return step()
+
+    engine.optimizer_step = recorded
+    return found
+
+
+def collect_weights(worker: SummingWorker) -> torch.Tensor:
+    values = worker.actor.engine.module.state_dict().values()
+    return torch.cat([value.full_tensor().flatten() for value in values])
+
+
+def update_as_verl(worker: SummingWorker, data: TensorDict, rank: int) -> dict[str, Any]:
+    """verl's update of this rank, which recomputes the old log-probs."""
+    own = tu.chunk_tensordict(data, RANKS)[rank]
+    info = dict(temperature=1.0, calculate_entropy=worker.config.actor.entropy_coeff != 0, epochs=1)
+    tu.assign_non_tensor(own, **info, compute_loss=False)
+    found = worker.compute_log_prob(own.clone())
+    own["old_log_probs"] = response_from_nested(found["log_probs"], own["response_mask"])
+    tu.assign_non_tensor(own, global_batch_size=SEQUENCES, mini_batch_size=SEQUENCES, seed=1)
+    return tu.get(worker.update_actor(own), "metrics")
+
+
+def compare(config: Any, rank: int) -> dict[str, Any]:
+    """Both kinds of step, from the same weights: how far gradients and weights are apart, relative to their norm."""
+    torch.manual_seed(0)
+    workers = []
+    for _ in range(2):
+        workers.append(SummingWorker(config, "actor"))
+        workers[-1].init_model()
+    ours, theirs = workers
+    before = collect_weights(ours)
+    gradients, expected = record_gradients(ours), record_gradients(theirs)
+    metrics: list[Any] = []
+    for step in range(STEPS):
+        data = make_samples(step)
+        ours.begin_step()
+        replicas = ours.actor.engine.device_mesh.ndim > 1
+        own = slice(rank // SHARDS * SHARDS, rank // SHARDS * SHARDS + SHARDS) if replicas else slice(None)
+        for shares in make_shares(data, step, replicas):
+            # A replica without samples may be asked, or not: the other trains in any case.
+            if step == 0 or any(share is not None for share in shares[own]):
+                ours.add_gradients(shares[rank])
+        found = tu.get(ours.finish_step(SEQUENCES), "metrics")
+        metrics.append([found, update_as_verl(theirs, data, rank)])
+    weights = collect_weights(theirs)
+
+    def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+        return ((one - other).norm() / other.norm()).item()
+
+    return {
+        "gradients": [apart(one, other) for one, other in zip(gradients, expected, strict=True)],
+        "norms": [gradient.norm().item() for gradient in expected],
+        "weights": apart(collect_weights(ours), weights),
+        "moved": apart(before, weights),
+        "metrics": metrics,
+    }
+
+
+def collect_errors(config: Any, rank: int) -> list[str]:
+    """What calls at a wrong time, and wrong numbers, say."""
+    worker = SummingWorker(config, "actor")
+    worker.init_model()
+    shares = make_shares(make_samples(0), 0, replicas=False)[0]
+
+    def begin() -> None:
+        worker.begin_step()
+        worker.begin_step()
+
+    def finish() -> None:
+        worker.add_gradients(shares[rank])
+        worker.finish_step(4)
+
+    calls = [lambda: worker.add_gradients(None), lambda: worker.finish_step(0), begin, finish]
+    found = []
+    for call in [*calls, lambda: worker.finish_step(SEQUENCES + 1)]:
+        try:
+            call()
+            found.append("")
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def run_rank(rank: int, port: int, model: str, out: str, *cases: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS), GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for name in cases or CASES:
+        found[name] = compare(make_config(model, (f"loss_agg_mode={name.split()[0]}", *CASES[name])), rank)
+    found["errors"] = collect_errors(make_config(model, ()), rank)
+    if rank == 0:
+        Path(out).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.start_processes(run_rank, args=(find_free_port(), *sys.argv[1:]), nprocs=RANKS, start_method="fork")
