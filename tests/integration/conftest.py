@@ -54,6 +54,11 @@ def verl_mixture_job(tmp_path_factory) -> Runner:
 
 
 @pytest.fixture(scope="session")
+def verl_mixtral_job(tmp_path_factory) -> Runner:
+    return Runner(VerlJob, models.make_random("mixtral", MODELS / "mixtral-flat", logit_std=1), tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
 def openrlhf_job(flat, tmp_path_factory) -> Runner:
     return Runner(OpenRlhfJob, flat, tmp_path_factory)
 
