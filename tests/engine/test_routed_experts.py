@@ -76,6 +76,18 @@ def test_switches_carry_them(server, stock):
     check_same(answers, stock(bodies[:5]))
 
 
+async def test_ranks_that_are_lent(server, session, stock):
+    bodies = [ask(i, 100) for i in range(4)]
+    work = await hold(server, session, bodies, step=20)
+    for path in ("/pat/lend_ranks", "/pat/take_back_ranks"):
+        assert server.post(path).json()["migrated"] == len(bodies)
+        await server.set_schedule(session, {"step": 20, "hold": True})
+        await server.wait_for_schedule(session)
+    await server.set_schedule(session)
+    answers = await asyncio.gather(*work)
+    check_same(answers, await asyncio.to_thread(stock, bodies))
+
+
 def test_prefixes_in_the_tree(server, stock):
     """Whoever begins like a request that came with its KV finds it in the tree, and its experts, too."""
     long = [5 + i * 37 % 490 for i in range(150)]
