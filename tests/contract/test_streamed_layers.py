@@ -52,7 +52,7 @@ def build(count: int, streams: Streams, kind: type | None = None) -> tuple[list[
     from sglang_pat.judge.layers import StreamedLayers
 
     numbers = spread_layers(count, LAYERS)
-    streamed = (kind or StreamedLayers)(numbers, "cpu")
+    streamed = (kind or StreamedLayers)(numbers, LAYERS, "cpu")
     made = streamed.wrap_modules(Layer(number, streams) for number in range(LAYERS))
     for number in numbers:
         made[number].streamed = True
@@ -205,7 +205,7 @@ def test_bytes_on_the_device_are_as_planned(arch, count, monkeypatch):
     config = models.make_config(arch, layers=LAYERS, hidden=256, intermediate=512, vocab=64)
     config._attn_implementation = "eager"
     whole = models.load_transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    streamed = StreamedLayers(spread_layers(count, LAYERS), "cpu")
+    streamed = StreamedLayers(spread_layers(count, LAYERS), LAYERS, "cpu")
     made = streamed.wrap_modules(iter(whole.model.layers))
     streamed.post_init()
     shape = ModelShape.from_config(config.to_dict(), "float32")
@@ -216,11 +216,27 @@ def test_bytes_on_the_device_are_as_planned(arch, count, monkeypatch):
     assert sum(alive.values()) == streamed.resident_bytes, "nothing else keeps a layer on the device"
 
 
-def test_a_model_that_makes_its_layers_otherwise_is_refused(streams):
+def test_layers_are_found_that_sglang_makes_otherwise(streams):
     from sglang_pat.judge.layers import StreamedLayers
 
-    with pytest.raises(CannotStream, match="SGLang makes this model's layers one by one; choose another model"):
-        StreamedLayers((1, 2, 3), "cpu").post_init()
+    streamed = StreamedLayers((1, 2, 3), LAYERS, "cpu")
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(make_resident(streams))})
+    model["others"] = torch.nn.ModuleList([torch.nn.Identity()])
+    for number in (1, 2, 3):
+        model["layers"][number].streamed = True
+    for _ in range(2):
+        streamed.find_layers(model)
+    streamed.post_init()
+    assert all(torch.equal(a, b) for a, b in zip(run(model["layers"]), run(make_resident(streams)), strict=True))
+
+
+def test_a_model_without_such_layers_is_refused(streams):
+    from sglang_pat.judge.layers import StreamedLayers
+
+    streamed = StreamedLayers((1, 2, 3), LAYERS, "cpu")
+    streamed.find_layers(torch.nn.ModuleList(make_resident(streams)[:-1]))
+    with pytest.raises(CannotStream, match="this model has no list of 7 layers; choose another model"):
+        streamed.post_init()
 
 
 def test_a_second_kind_of_layers_is_refused(streams):
@@ -232,7 +248,7 @@ def test_a_second_kind_of_layers_is_refused(streams):
 def test_a_loader_that_puts_other_tensors_there_is_refused(streams):
     from sglang_pat.judge.layers import StreamedLayers
 
-    streamed = StreamedLayers((0, 1, 2), "cpu")
+    streamed = StreamedLayers((0, 1, 2), 3, "cpu")
     made = streamed.wrap_modules(Layer(number, streams) for number in range(3))
     made[1].weight.data = made[1].weight.data.clone()
     with pytest.raises(CannotStream, match="the loader moved the model's weights"):

@@ -92,7 +92,7 @@ def measure(
     for streamed in (0, *STREAMED):
         layers = copy.deepcopy(resident)
         if streamed:
-            moved = StreamedLayers(spread_layers(streamed, LAYERS), device)
+            moved = StreamedLayers(spread_layers(streamed, LAYERS), LAYERS, device)
             moved.wrap_modules(layers)
             moved.post_init()
         for count, x in given.items():

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat.config import STREAM_VARIABLE
@@ -23,6 +24,8 @@ from sglang_pat.memory.shapes import ModelShape, read_config
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.offloader import BaseOffloader
+
+    from sglang_pat.judge.layers import StreamedLayers
 
 logger = logging.getLogger(__name__)
 _attached = False
@@ -37,6 +40,7 @@ def attach() -> None:
     """
     global _attached
     from sglang.srt.model_executor import model_runner
+    from sglang.srt.model_loader import loader
     from sglang.srt.server_args import ServerArgs
 
     from sglang_pat.launch.contract import check_sglang
@@ -56,6 +60,7 @@ def attach() -> None:
 
     ServerArgs.check_server_args = functools.wraps(check)(check_and_adapt)
     model_runner.create_offloader_from_server_args = make_offloader
+    loader._initialize_model = _with_layers_found(loader._initialize_model)
     runner = model_runner.ModelRunner
     for name in TOUCH_WEIGHTS:
         setattr(runner, name, _with_weights_in_host_memory(getattr(runner, name)))
@@ -95,7 +100,7 @@ def make_offloader(args: ServerArgs, dp_rank: int | None) -> BaseOffloader:
             sys.exit(1)
     if count == 0:
         logger.info("all %d layers stay on the device", layers)
-    return StreamedLayers(spread_layers(count, layers), args.device) if count else NoopOffloader()
+    return StreamedLayers(spread_layers(count, layers), layers, args.device) if count else NoopOffloader()
 
 
 def measure(args: ServerArgs) -> JudgeMemory:
@@ -114,17 +119,32 @@ def measure(args: ServerArgs) -> JudgeMemory:
     return JudgeMemory(shape=shape, tp=args.tp_size, budget=budget, tokens=tokens)
 
 
-def _with_weights_in_host_memory(method: Callable) -> Callable:
-    from sglang.srt.utils.offloader import get_offloader
+def _with_layers_found(initialize: Callable) -> Callable:
+    @functools.wraps(initialize)
+    def call(*args: Any, **named: Any) -> Any:
+        model = initialize(*args, **named)
+        if (streamed := _get_streamed_layers()) is not None:
+            streamed.find_layers(model)
+        return model
 
+    return call
+
+
+def _with_weights_in_host_memory(method: Callable) -> Callable:
     @functools.wraps(method)
     def call(*args: Any, **named: Any) -> Any:
-        from sglang_pat.judge.layers import StreamedLayers
-
-        streamed = get_offloader()
-        if not isinstance(streamed, StreamedLayers):
-            return method(*args, **named)
-        with streamed.in_host_memory():
+        streamed = _get_streamed_layers()
+        with streamed.in_host_memory() if streamed is not None else nullcontext():
             return method(*args, **named)
 
     return call
+
+
+def _get_streamed_layers() -> StreamedLayers | None:
+    """Those of this rank's model; None if all are resident."""
+    from sglang.srt.utils.offloader import get_offloader
+
+    from sglang_pat.judge.layers import StreamedLayers
+
+    found = get_offloader()
+    return found if isinstance(found, StreamedLayers) else None

@@ -77,11 +77,13 @@ class StreamedLayers(BaseOffloader):
 
     Args:
         numbers: of the layers to stream, in order.
+        total: layers of the model.
         device: of the model, ``cuda`` or ``cpu``; on a CPU a copy is made in the moment that it is asked for.
     """
 
-    def __init__(self, numbers: Sequence[int], device: str) -> None:
+    def __init__(self, numbers: Sequence[int], total: int, device: str) -> None:
         self._numbers = numbers
+        self._total = total
         self._device = device
         self._layers: list[HostLayer] = []
         self._places: list[torch.Tensor] = []
@@ -117,10 +119,16 @@ class StreamedLayers(BaseOffloader):
         made[0].register_forward_pre_hook(self._begin_step, prepend=True)
         return made
 
+    def find_layers(self, model: torch.nn.Module) -> None:
+        """Move layers that SGLang has made without ``make_layers``, of a model whose weights are not loaded yet."""
+        lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+        if not self._layers and len(stacks := [found for found in lists if len(found) == self._total]) == 1:
+            self.wrap_modules(stacks[0])
+
     def post_init(self) -> None:
         """Called by SGLang when the weights are loaded, and before it counts the memory that is left for KV."""
         if len(self._layers) < len(self._numbers):
-            raise CannotStream(f"{FLAG}: SGLang makes this model's layers one by one; choose another model")
+            raise CannotStream(f"{FLAG}: this model has no list of {self._total} layers; choose another model")
         if not all(layer.is_in_host_memory() for layer in self._layers):
             raise CannotStream(f"{FLAG}: the loader moved the model's weights; choose another --load-format")
         size = max(layer.data.nbytes for layer in self._layers)
