@@ -173,7 +173,7 @@ def bars(everything: list[dict], result: dict, setting: Setting) -> Iterator[tup
             for point in result["points"]
             if (given := of_lending(point, reason))
         ]
-        yield f"{what}, median; worst", "≤ 1", f"{median(over):.2f}; {max(over):.2f}"
+        yield f"{what}, median; worst", "median ≤ 1", f"{median(over):.2f}; {max(over):.2f}"
     extra = [row["extra_over_layers"] for row in ours if row["tokens"] >= 4096]
     if extra:
         yield "extra memory over two layers' live KV, from 4K tokens, worst", "≤ 1 + capsules", f"{max(extra):.2f}"
