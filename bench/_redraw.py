@@ -1,6 +1,6 @@
 """Draw pictures of ``docs/img`` from the tables of the pages, so that page and picture show the same run.
 
-    python bench/_redraw.py [layouts] [switch] [tail_batching]
+    python bench/_redraw.py [layouts] [switch] [tail_batching] [rl_step]
 
 Put new figures into the table first.
 """
@@ -186,7 +186,18 @@ def _round_seconds(row: dict[str, str]) -> dict[str, float]:
     return seconds | {BOTH: seconds[BASE] / number(row["gain of both"])}
 
 
-DRAWN = {"layouts": layouts, "switch": switch, "tail_batching": tail_batching}
+# -- a training step ------------------------------------------------------------------------------------------
+
+
+def rl_step() -> Path:
+    """The table of ``training.md`` that has the stages of a step."""
+    from studies.step_picture import draw, read_lines
+
+    (rows,) = tables(RESULTS / "training.md", "setting", "with", "step, s", "times as fast")
+    return draw(read_lines(rows), "Drawn from a table of docs/results/training.md.", IMAGES / "rl_step.png")
+
+
+DRAWN = {"layouts": layouts, "switch": switch, "tail_batching": tail_batching, "rl_step": rl_step}
 
 
 def main(names: list[str]) -> int:

@@ -99,6 +99,23 @@ async def switches(rig: Rig, low: int, high: int, requests: int, tokens: int) ->
     return made
 
 
+async def lending(rig: Rig, low: int, high: int, requests: int, tokens: int, rounds: int) -> list[dict]:
+    """Between two layouts: a merge, the way back, the lending of all ranks but one replica's, and their return."""
+    made, stride = [], high // low
+    async with decoding(rig, low, requests, tokens, 100 * rounds) as tasks:
+        await rig.wait_until_decoding(tasks, requests, steps=1)
+        for _ in range(rounds):
+            for switch in (
+                lambda: rig.reconfigure(high),
+                lambda: rig.reconfigure(low),
+                lambda: rig.engine.async_lend_ranks(stride),
+                lambda: rig.engine.async_take_back_ranks(),
+            ):
+                made.append(await switch())
+                await rig.wait_until_decoding(tasks, requests, steps=1)
+    return made
+
+
 async def after(
     rig: Rig, low: int, high: int, requests: int, tokens: int, steps: int, contexts: list[float] | None
 ) -> dict[str, list[float]]:

@@ -55,6 +55,12 @@ def of(point: dict, way: str, up: bool) -> list[dict]:
     return found[1:] or found
 
 
+def of_lending(point: dict, reason: str, up: bool = False) -> list[dict]:
+    """Of the switches between which ranks were lent, those with this reason (and up), the first one left out."""
+    found = [r for r in point.get("lending", ()) if r["reason"] == reason and (r["to_tp"] > r["from_tp"]) == up]
+    return found[1:]
+
+
 def phase(switches: list[dict], name: str) -> float:
     """Median seconds."""
     return median(s["phases"].get(name, 0.0) for s in switches)
@@ -161,6 +167,13 @@ def bars(everything: list[dict], result: dict, setting: Setting) -> Iterator[tup
     )  # fmt: skip
     yield "(ours - 10 ms) over one copy, median; worst", "≤ 3", f"{median(parts):.2f}; {max(parts):.2f}"
     yield "return to base without requests", "≤ 5 ms", f"{1e3 * median(result['returning']):.1f} ms, drain included"
+    for reason, what in (("lend", "lending over a merge"), ("take back", "taking back over a merge")):
+        over = [
+            own(given) / own(of_lending(point, "request", up=True))
+            for point in result["points"]
+            if (given := of_lending(point, reason))
+        ]
+        yield f"{what}, median; worst", "≤ 1", f"{median(over):.2f}; {max(over):.2f}"
     extra = [row["extra_over_layers"] for row in ours if row["tokens"] >= 4096]
     if extra:
         yield "extra memory over two layers' live KV, from 4K tokens, worst", "≤ 1 + capsules", f"{max(extra):.2f}"

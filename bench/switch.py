@@ -149,9 +149,10 @@ def measure(workers: dict[str, Worker], setting: Setting, points: list[dict], ro
 
 
 def alone(worker: Worker, setting: Setting, points: list[dict], result: dict, rounds: int) -> None:
-    """What is measured of ours only: memory, return to base, steps after a switch."""
+    """What is measured of ours only: memory, lending, return to base, steps after a switch."""
     for point in points:
         point["taken"] = worker.do(commands.taken, **batch(setting, point["tokens"], point["requests"]))
+        point["lending"] = worker.do(commands.lending, rounds=3, **batch(setting, point["tokens"], point["requests"]))
     result["returning"] = worker.do(commands.returning, low=setting.low, high=setting.high, rounds=5 * rounds)
     where, contexts = batch(setting, *setting.after), None
     result["after"] = []

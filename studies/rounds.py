@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
 
+from sglang_pat.policies.lending import STRIDE, LendingPolicy, Move, Training, count_milestones
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.snapshot import Load, Policy, Snapshot
 from sglang_pat.predict.cost import SwitchCosts
@@ -36,6 +37,8 @@ from sglang_pat.rollout.records import (
 )
 from sglang_pat.rollout.rules import Rules
 from studies.shapes import Shape
+from studies.training import ASK_SECONDS as LENDING_SECONDS
+from studies.training import Trainer
 
 ASK_SECONDS = 0.25
 """Time between two questions to a policy."""
@@ -50,6 +53,9 @@ class Engines:
         nodes: so many of them.
         tp: degree of all replicas at the start of a round.
         policy: who changes it within a round, with one node; None: nobody.
+        lending: who lends half of the ranks to the trainer, with one node and a policy; None: nobody.
+        seconds_per_token: of training on all ranks; ``setup``: seconds before the first token is trained on lent ones.
+        reward_seconds: of the reward of a sample, called when it ends; None: it takes no time.
     """
 
     predictor: Predictor
@@ -58,6 +64,10 @@ class Engines:
     nodes: int
     tp: int
     policy: Policy | None = None
+    lending: LendingPolicy | None = None
+    seconds_per_token: float = 0.0
+    setup: float = 0.0
+    reward_seconds: Callable[[SampleId], float] | None = None
 
 
 RESERVE, RETRACTED_FOR = 512, 20
@@ -175,12 +185,22 @@ class Replica:
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds of a round, its summary, the groups that it returned, number of switches."""
+    """Seconds of a round, its summary, the groups that it returned, number of switches.
+
+    Attributes:
+        rewards: of the samples returned, seconds since the start at which they ended, and seconds of their rewards.
+        hidden: seconds of training, on all ranks, that were done in it; ``lent``: seconds in which ranks were lent.
+        after: seconds after it, if gradients are accumulated, in which the trainer waits for rewards, and trains.
+    """
 
     seconds: float
     summary: Summary
     groups: list[Group]
     switches: int
+    rewards: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    hidden: float = 0.0
+    lent: float = 0.0
+    after: tuple[float, float] = (0.0, 0.0)
 
 
 class Simulation:
@@ -218,6 +238,7 @@ class Simulation:
         self._feed_prompts()
         begun, self._tp, self._switched, self._version = self.now, self.engines.tp, 0, version
         self._returned: list[Group] = []
+        self._loan, self._rewards = _Loan(), dict[SampleId, tuple[float, float]]()
         self._replicas = self._make(self._tp)
         self._where: dict[SampleId, Replica] = {}
         self._had: dict[SampleId, int] = {}
@@ -231,6 +252,8 @@ class Simulation:
             if policy is not None and self._asked + ASK_SECONDS < replica.due:
                 self.now = max(self.now, self._asked + ASK_SECONDS)
                 self._ask_policy(policy)
+                if self.engines.lending is not None:
+                    self._ask_lending(self.engines.lending)
                 continue
             self.now = max(self.now, replica.due)
             replica.advance(self.now)
@@ -239,14 +262,31 @@ class Simulation:
             assert sample is not None, "it was advanced to the end of one"
             del self._where[sample]
             length = self._sample_length(sample)
+            reward = self.engines.reward_seconds
+            self._rewards[sample] = self.now, reward(sample) if reward is not None else 0.0
             self._learn(sample, length, length < self._shape.limit)
             self._do(
                 self.admitter.record_finished(sample, self._make_output(sample, length - self._had[sample], "stop"))
             )
         seconds = self.now - begun
+        loan = self._loan
         return Round(
-            seconds, self.admitter.record_round_time(self._over.summary, seconds), self._returned, self._switched
+            seconds=seconds,
+            summary=self.admitter.record_round_time(self._over.summary, seconds),
+            groups=self._returned,
+            switches=self._switched,
+            rewards=[(end - begun, took) for group in self._returned for end, took in self._list_rewards(group)],
+            hidden=loan.trainer.count_done_seconds(self.now),
+            lent=loan.seconds + (self.now - loan.since if loan.lent else 0.0),
+            after=loan.trainer.finish(self.now),
         )
+
+    def _list_rewards(self, group: Group) -> list[tuple[float, float]]:
+        """When its samples ended, and seconds of their rewards."""
+        return [self._rewards[group.get_sample_id(sample)] for sample in group.list_kept()]
+
+    def count_training_tokens(self, group: Group) -> int:
+        return sum(self.prompt_tokens + sample.output.tokens for sample in group.list_kept())
 
     def run_epoch(self) -> list[Round]:
         """All rounds of ``prompts``."""
@@ -290,6 +330,8 @@ class Simulation:
                     self._do(self.admitter.record_verdict(group.key, True))
                 case ReturnGroup(group):
                     self._returned.append(group)
+                    known = max(end + took for end, took in self._list_rewards(group))
+                    self._loan.trainer.add(self.engines.seconds_per_token * self.count_training_tokens(group), known)
                 case NeedPrompts():
                     pass  # prompts come between rounds only
                 case RoundOver():
@@ -300,43 +342,126 @@ class Simulation:
 
     def _make(self, tp: int) -> list[Replica]:
         engines = self.engines
-        count = engines.nodes * engines.fingerprint.num_ranks // tp
+        count = engines.nodes * self._count_ranks() // tp
 
         def seconds(batch: int, tokens: float) -> float:
             return engines.predictor.step_seconds(tp, batch, tokens)
 
         return [Replica(seconds, engines.fingerprint.max_running, self.now) for _ in range(count)]
 
-    def _ask_policy(self, policy: Policy) -> None:
-        engines = self.engines
-        self._asked = self.now
+    def _count_ranks(self) -> int:
+        """Of a node, those that work."""
+        ranks = self.engines.fingerprint.num_ranks
+        return ranks // STRIDE if self._loan.lent else ranks
+
+    def _make_snapshot(self) -> Snapshot | None:
+        """What a policy sees now; None if samples wait, or none run."""
+        engines, ranks = self.engines, self._count_ranks()
         for replica in self._replicas:
             replica.advance(self.now)
         samples = [(sample, context, place) for place, replica in enumerate(self._replicas)
                    for sample, context in zip(replica.ids, replica.context, strict=True)]  # fmt: skip
         if any(replica.waiting for replica in self._replicas) or not samples:
-            return
+            return None
         prompt = np.full(len(samples), self.prompt_tokens)
         output = np.array([context for _, context, _ in samples]) - prompt
         load = Load(
             prompt=prompt, output=output, limit=np.full(len(samples), self._shape.limit),
             family=np.array([sample.index for sample, _, _ in samples]), replica=np.array([r for *_, r in samples]),
         )  # fmt: skip
-        snapshot = Snapshot(
-            now=self.now, tp=self._tp, degrees=tuple(engines.fingerprint.degrees),
-            num_ranks=engines.fingerprint.num_ranks, requests=len(samples), peak=self._peak, last_arrival=0.0,
-            last_switch=self._last_switch, complete=True, load=load,
+        degrees = tuple(tp for tp in engines.fingerprint.degrees if ranks % tp == 0)
+        return Snapshot(
+            now=self.now, tp=self._tp, degrees=degrees, num_ranks=ranks, requests=len(samples), peak=self._peak,
+            last_arrival=0.0, last_switch=self._last_switch, complete=True, load=load,
         )  # fmt: skip
+
+    def _ask_policy(self, policy: Policy) -> None:
+        self._asked = self.now
+        snapshot = self._make_snapshot()
+        if snapshot is None:
+            return
         wanted = policy(snapshot, self._history).tp
         if wanted == self._tp:
             return
-        lengths = np.array([context for _, context, _ in samples])
-        self.now += engines.costs.estimate(self._tp, wanted, lengths).seconds
-        old, self._replicas, self._tp = self._replicas, self._make(wanted), wanted
+        lengths = snapshot.load.prompt + snapshot.load.output
+        self.now += self.engines.costs.estimate(self._tp, wanted, lengths).seconds
         self._switched += 1
+        self._rebuild(wanted)
+
+    def _rebuild(self, tp: int) -> None:
+        """All that runs goes on in this degree, on the ranks that work now."""
+        old, self._replicas, self._tp = self._replicas, self._make(tp), tp
         self._last_switch = self.now
         for replica in old:
             for sample, context, left in zip(replica.ids, replica.context, replica.left, strict=True):
                 target = min(self._replicas, key=len)
                 self._where[sample] = target
                 target.add(sample, int(context), int(left), self.now)
+
+    # -- lending ---------------------------------------------------------------------------------------
+
+    def _ask_lending(self, lending: LendingPolicy) -> None:
+        """Lend, or take back, if it is time to ask and the policy says so."""
+        loan, engines = self._loan, self.engines
+        if loan.lent and not loan.closing:
+            loan.trainer.advance(self.now)
+        snapshot = self._make_snapshot()
+        if snapshot is None:
+            return
+        held = snapshot.load.prompt + snapshot.load.output
+        if loan.closing:
+            if loan.trainer.free <= self.now:
+                self.now += engines.costs.estimate_lending(self._tp, held).seconds
+                loan.lent, loan.closing, loan.returned = False, False, True
+                loan.seconds, loan.trainer.free = self.now - loan.since, np.inf
+                self._rebuild(self._tp)
+            return
+        training = self._describe_training(len(held))
+        milestones = count_milestones(training.completion)
+        if self.now - loan.asked < LENDING_SECONDS if loan.lent else milestones == loan.passed:
+            return
+        loan.asked, loan.passed = self.now, milestones
+        fingerprint = engines.fingerprint
+        room = {tp: fingerprint.kv_tokens * tp // fingerprint.base_tp for tp in fingerprint.degrees}
+        found = lending(replace(snapshot, room=room), self._history, training)
+        if found.move is Move.TAKE_BACK:
+            loan.closing = True
+        elif found.move is Move.LEND:
+            self.now += engines.costs.estimate_lending(self._tp, held).seconds
+            loan.lent, loan.since = True, self.now
+            loan.trainer.free = self.now + engines.setup
+            self._rebuild(found.tp)
+
+    def _describe_training(self, running: int) -> Training:
+        """What the client knows of this step."""
+        engines, rules, trainer = self.engines, self.rules, self._loan.trainer
+        known = [group for group in self._returned
+                 if max(end + took for end, took in self._list_rewards(group)) <= self.now]  # fmt: skip
+        returned = {sample for group in self._returned for sample in map(group.get_sample_id, group.list_kept())}
+        pending = [sample for sample in self._rewards if sample not in returned]
+        samples = rules.num_prompts * rules.num_responses
+        needed = samples - len(returned) - len(pending)
+        return Training(
+            samples=samples,
+            complete=len(known) * rules.num_responses,
+            ready=round(trainer.get_ready_seconds(self.now) / max(engines.seconds_per_token, 1e-12)),
+            pending=sum(self.prompt_tokens + self._sample_length(sample) for sample in pending),
+            seconds_per_token=engines.seconds_per_token,
+            setup=engines.setup,
+            spare=max(running - max(needed, 1), 0),
+            returned=self._loan.returned,
+        )
+
+
+@dataclass
+class _Loan:
+    """Of a round: whether ranks are lent, since when, and how long they were."""
+
+    trainer: Trainer = field(default_factory=Trainer)
+    lent: bool = False
+    closing: bool = False
+    returned: bool = False
+    since: float = 0.0
+    seconds: float = 0.0
+    asked: float = float("-inf")
+    passed: int = 0

@@ -192,7 +192,7 @@ class Drain:
             complete=complete,
             load=Load(
                 prompt=self.batch.prompt[running],
-                output=np.full(number, self.points[point]),
+                output=np.full(number, max(self.points[point], 1)),  # prefill is over: each has its first token
                 limit=np.full(number, self.batch.limit),
                 family=self.batch.family[running],
                 replica=running % (self.fingerprint.num_ranks // tp),
@@ -226,7 +226,7 @@ def find_best_run(drain: Drain) -> Run:
     is exact.  O(points² · degrees) time.
     """
     degrees, last = drain.degrees, len(drain.points) - 1
-    best, onward, target, until = _solve(drain)
+    best, onward, target, until = solve(drain)
     schedule: list[tuple[int, int]] = []
     point, t = 0, 0
     if last and onward[0, 0] < best[0, 0]:
@@ -241,10 +241,10 @@ def find_best_run(drain: Drain) -> Run:
 
 def find_best_seconds(drain: Drain) -> dict[int, float]:
     """The least time of the batch by the degree in which it starts."""
-    return dict(zip(drain.degrees, _solve(drain)[0][0].tolist(), strict=True))
+    return dict(zip(drain.degrees, solve(drain)[0][0].tolist(), strict=True))
 
 
-def _solve(drain: Drain) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def solve(drain: Drain) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """``[points, degrees]`` each: least time from a point to the end when a layout is entered there; the same when it
     is left there, and for which; the point up to which it is held."""
     degrees, last = drain.degrees, len(drain.points) - 1

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sglang_pat.layout import ParallelLayout, choose_default_degrees, get_device_of_rank, list_candidate_layouts
+from sglang_pat.layout import (
+    ParallelLayout,
+    choose_default_degrees,
+    get_device_of_rank,
+    list_candidate_layouts,
+    list_strides,
+)
 from sglang_pat.removed import refuse_value
 
 POLICIES = ("survival", "pat", "threshold", "schedule", "manual", "off")
@@ -18,6 +24,8 @@ KV_MODES = ("auto", "migrate", "recompute")
 GPU_ORDERS = ("rank", "neighbours")
 VARIABLE = "SGLANG_PAT"
 """With it set, whatever launches SGLang in a process gets the adaptive engine: ``base_tp=1,policy=survival,…``."""
+STREAM_VARIABLE = "SGLANG_PAT_STREAM_LAYERS"
+"""With it set, an engine is a plain one that streams layers from host memory: their number, or ``auto``."""
 MOST_STEPS = 1000
 """Of a turn of the calibration."""
 
@@ -105,17 +113,38 @@ class AdaptiveConfig:
         weights over by IPC, unless neighbours are to merge first."""
         return get_device_of_rank(rank, self.num_ranks) if self.gpu_order == "neighbours" else rank
 
-    def layout(self, tp: int) -> ParallelLayout:
-        """The candidate of degree ``tp``.
+    def layout(self, tp: int, stride: int = 1) -> ParallelLayout:
+        """The candidate of degree ``tp``, with ranks lent where ``stride`` is above 1.
 
         Raises:
-            ValueError: not a candidate; the message lists those that are.
+            ValueError: not a candidate, or too few ranks are left for it; the message lists what there is.
         """
-        for layout in self.layouts:
-            if layout.tp == tp:
-                return layout
-        degrees = [layout.tp for layout in self.layouts]
-        raise ValueError(f"tp={tp} is not a candidate; choose one of {degrees} (--pat-candidates)")
+        left = self.list_degrees(stride)
+        if tp in left:
+            return ParallelLayout(tp, self.num_ranks // tp, stride)
+        if tp in self.list_degrees():
+            raise ValueError(
+                f"tp={tp}: too few ranks work, {self.num_ranks // stride} of {self.num_ranks}; "
+                f"take the lent ones back, or choose one of {left}"
+            )
+        raise ValueError(f"tp={tp} is not a candidate; choose one of {left} (--pat-candidates)")
+
+    def check_stride(self, stride: int) -> None:
+        """Raises ValueError: ranks cannot be lent with this stride; one line that says what can be."""
+        if self.weights == "reshard":
+            raise ValueError("--pat-weights reshard: lent ranks would miss how weights move; start without it")
+        strides = list_strides(self.layouts)
+        degrees = ",".join(str(layout.tp) for layout in self.layouts)
+        if not strides:
+            raise ValueError(
+                f"--pat-candidates {degrees}: no ranks can be lent; give {self.num_ranks} and a lower degree, too"
+            )
+        if stride not in strides:
+            raise ValueError(f"stride={stride}: choose one of {strides} (--pat-candidates {degrees})")
+
+    def list_degrees(self, stride: int = 1) -> list[int]:
+        """Degrees of the candidates in which ranks can be lent with this stride, ascending."""
+        return [layout.tp for layout in self.layouts if layout.dp % stride == 0]
 
 
 def parse_degrees(text: str | None) -> tuple[int, ...] | None:

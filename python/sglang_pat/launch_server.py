@@ -3,6 +3,7 @@
     python -m sglang_pat.launch_server --model-path M --tp 1 --dp 2 --adaptive-tp [any SGLang flag]
 
 Without ``--adaptive-tp`` this runs SGLang's own launcher and nothing of the adaptive engine is imported.
+``--stream-layers`` has such an engine keep layers in host memory.
 """
 
 from __future__ import annotations
@@ -12,12 +13,18 @@ import signal
 import sys
 
 from sglang_pat.cpu import shim
+from sglang_pat.judge.plan import CannotStream
+from sglang_pat.judge.refusals import take_flag
 from sglang_pat.launch import processes
 
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     shim.ensure(children=True)
+    try:
+        argv = take_flag(argv)
+    except CannotStream as error:
+        sys.exit(f"error: {error}")
     if "--adaptive-tp" in argv:
         _serve_adaptive(argv)
         return
@@ -25,9 +32,15 @@ def main(argv: list[str] | None = None) -> None:
     if stray:
         sys.exit(f"error: {stray[0]} needs --adaptive-tp: add it, or leave the --pat-* flags out")
     if {"-h", "--help"} & {*argv}:
-        print("Flags of SGLang. Those of the adaptive engine come with --adaptive-tp --help.\n", flush=True)
+        print("Flags of SGLang. Those of the adaptive engine come with --adaptive-tp --help.", flush=True)
+        print(
+            "--stream-layers N|auto: keep N layers in host memory, or as many as must be (docs/judge.md).\n", flush=True
+        )
     sys.argv[1:] = argv
-    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+    except CannotStream as error:
+        sys.exit(f"error: {error}")
 
 
 def _serve_adaptive(argv: list[str]) -> None:

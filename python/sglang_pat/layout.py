@@ -5,25 +5,35 @@ Groups are *strided*: with ``N`` ranks and degree ``t``, group ``g`` is
 ``t < t'`` the weight shard of a rank at ``t'`` then lies inside its shard at ``t``
 (``floor(r t'/N)/t'`` refines ``floor(r t/N)/t``), and raising the degree moves no
 weights.  PAT (section 4.3) uses contiguous groups, where shards do not nest.
+
+Ranks are *lent* with a stride: of every ``s`` neighbours the first goes on working.  The ranks that ``s`` divides form
+whole TP groups in every layout whose number of groups it divides, so no group is ever split, and what works has a
+smaller world of strided groups that exist already.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 
 
 @dataclass(frozen=True, order=True)
 class ParallelLayout:
-    """``tp * dp`` ranks as ``dp`` replicas of tensor-parallel degree ``tp``."""
+    """``tp * dp`` ranks as ``dp`` TP groups of degree ``tp``.
+
+    ``stride``: every so many of the groups is a replica, which works; the others are lent.
+    """
 
     tp: int
     dp: int
+    stride: int = 1
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.dp < 1:
             raise ValueError(f"layout tp={self.tp}, dp={self.dp}: both must be at least 1")
+        if self.stride < 1 or self.dp % self.stride:
+            raise ValueError(f"stride {self.stride}: must divide the {self.dp} groups of tp={self.tp}")
 
     @property
     def num_ranks(self) -> int:
@@ -31,14 +41,29 @@ class ParallelLayout:
 
     @property
     def leaders(self) -> range:
-        """Lowest rank of every TP group; also the group's number."""
+        """Lowest rank of every TP group, working or lent; also the group's number."""
         return range(self.dp)
+
+    @property
+    def working(self) -> range:
+        """Those of the leaders whose groups work."""
+        return range(0, self.dp, self.stride)
+
+    @property
+    def lent(self) -> list[int]:
+        """Ranks that are lent."""
+        return [rank for rank in range(self.num_ranks) if rank % self.stride]
 
     def tp_rank(self, rank: int) -> int:
         return rank // self.dp
 
     def group_of(self, rank: int) -> int:
         return rank % self.dp
+
+    def get_working_group(self, rank: int) -> int:
+        """The group of ``rank`` if it works, else the one that took its requests over."""
+        group = self.group_of(rank)
+        return group - group % self.stride
 
     def group(self, index: int) -> list[int]:
         """Ranks of TP group ``index``, in TP-rank order."""
@@ -48,13 +73,21 @@ class ParallelLayout:
         return [self.group(index) for index in range(self.dp)]
 
     def with_tp(self, tp: int) -> ParallelLayout:
-        """The layout of degree ``tp`` over the same ranks."""
+        """The layout of degree ``tp`` over the same ranks, of which the same are lent."""
         if tp < 1 or self.num_ranks % tp:
             raise ValueError(f"tp={tp} does not divide the {self.num_ranks} ranks")
-        return ParallelLayout(tp, self.num_ranks // tp)
+        return ParallelLayout(tp, self.num_ranks // tp, self.stride)
+
+    def with_stride(self, stride: int) -> ParallelLayout:
+        """The layout of the same degree in which every ``stride``-th group works."""
+        return ParallelLayout(self.tp, self.dp, stride)
+
+    def as_dict(self) -> dict[str, int]:
+        """Its fields; ``stride`` only where ranks are lent."""
+        return asdict(self) if self.stride > 1 else {"tp": self.tp, "dp": self.dp}
 
     def __str__(self) -> str:
-        return f"tp{self.tp}×dp{self.dp}"
+        return f"tp{self.tp}×dp{self.dp}" + (f", every {self.stride} groups one works" if self.stride > 1 else "")
 
 
 def list_candidate_layouts(base: ParallelLayout, degrees: list[int] | None = None) -> list[ParallelLayout]:
@@ -98,13 +131,53 @@ def choose_default_degrees(degrees: Sequence[int], only_ends: bool) -> tuple[int
     return tuple(degrees[:1]) + tuple(degrees[1:][-1:] if only_ends else degrees[1:])
 
 
+def list_strides(layouts: Sequence[ParallelLayout]) -> list[int]:
+    """Strides with which ranks can be lent, where ``layouts`` (ascending) are the candidates.
+
+    ``s`` neighbours exchange KV when ranks are lent with stride ``s``, in the same groups as between the degrees N / s
+    and N: both must be candidates.
+    """
+    *lower, highest = layouts
+    return [layout.dp for layout in reversed(lower)] if highest.dp == 1 else []
+
+
+def list_destinations(old: ParallelLayout, new: ParallelLayout, group: int) -> range:
+    """Groups of layout ``new`` that requests of group ``group`` of ``old`` may go to.
+
+    A switch changes the degree or the stride, not both.  When ranks are lent, their requests go to the working rank
+    before them, and when they are taken back, they get some of that one's.
+    """
+    assert old.tp == new.tp or old.stride == new.stride, f"from {old} to {new} in one switch"
+    if new.stride < old.stride:
+        return range(group, group + old.stride, new.stride) if group in old.working else range(0)
+    if new.tp < old.tp:
+        return range(group, new.dp, old.dp)
+    to = new.get_working_group(group)
+    return range(to, to + 1)
+
+
+def needs_capsules(old: ParallelLayout, new: ParallelLayout) -> bool:
+    """Whether requests go to ranks that do not hold them: not where a group is split, all of whose ranks do."""
+    return new.tp > old.tp or new.stride != old.stride
+
+
+def get_exchange_degrees(a: ParallelLayout, b: ParallelLayout) -> tuple[int, int]:
+    """The lower and the higher of two degrees between which a switch has the same exchange groups as between ``a`` and
+    ``b``."""
+    if a.stride == b.stride:
+        return min(a.tp, b.tp), max(a.tp, b.tp)
+    return a.num_ranks // max(a.stride, b.stride), a.num_ranks
+
+
 def exchange_groups(a: ParallelLayout, b: ParallelLayout) -> list[list[int]]:
     """Groups of ranks among which a switch between ``a`` and ``b`` moves KV.
 
     Only ranks that hold the same shard at the lower degree and end in the same group at
-    the higher one have anything to exchange: ``max(tp)/min(tp)`` ranks each.
+    the higher one have anything to exchange: ``max(tp)/min(tp)`` ranks each.  If ranks are lent or taken back, these
+    are a working rank and those after it that are lent.
     """
-    low, high = sorted((a, b))
+    whole = a.with_stride(1)
+    low, high = map(whole.with_tp, get_exchange_degrees(a, b))
     buckets: dict[tuple[int, int], list[int]] = {}
     for rank in range(low.num_ranks):
         buckets.setdefault((low.tp_rank(rank), high.group_of(rank)), []).append(rank)

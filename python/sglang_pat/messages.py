@@ -22,15 +22,18 @@ NO_KV = sys.maxsize
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Get ready for degree ``tp`` while decoding goes on; ``recompute_below``: see :class:`Switch`."""
+    """Get ready for degree ``tp`` and ``stride`` while decoding goes on; ``recompute_below``: see :class:`Switch`."""
 
     epoch: int
     tp: int
+    stride: int = 1
     recompute_below: int = 0
 
 
 class Switch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Enter the switch to degree ``tp`` at the next iteration boundary.
+
+    ``stride``: so many ranks of which the first works, and the others are lent.
 
     ``recompute_below``: requests with fewer KV tokens go over as tokens (``--pat-kv auto``); :data:`NO_KV`: all do,
     whatever ``--pat-kv`` says.
@@ -38,6 +41,7 @@ class Switch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     epoch: int
     tp: int
+    stride: int = 1
     recompute_below: int = 0
 
 
@@ -92,6 +96,18 @@ class RankSwitched(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     recomputed: int = 0
     recomputed_tokens: int = 0
     tokens: int = 0
+    error: str = ""
+
+
+class MemoryReleased(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A rank that switch ``epoch`` has lent has given its memory away: so many bytes, 0 without a memory saver.
+
+    ``error``: why it could not.
+    """
+
+    rank: int
+    epoch: int
+    bytes: int = 0
     error: str = ""
 
 
@@ -269,7 +285,9 @@ class ScheduleEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Everything is counted from the moment the schedule was set; at most one of the three points is given.
 
     Attributes:
-        tp: degree to switch to; None: only hold until it is due.
+        tp: degree to switch to; one that needs lent ranks takes them back.
+        stride: the first of so many ranks works from then on, the others are lent; 1: all work.  Without ``tp`` and
+            ``stride`` replicas only hold until it is due.
         arrived: not before so many requests have come in; replicas hold until then.
         step: decode steps that every replica with requests has made.  A merged replica has made as many as the one of
             its parts that made most.
@@ -278,10 +296,11 @@ class ScheduleEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         hold: of the last entry: replicas hold afterwards, until there is another schedule.
 
     Raises:
-        ValueError: two points.
+        ValueError: two points; a degree and a stride.
     """
 
     tp: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    stride: Annotated[int, msgspec.Meta(ge=1)] | None = None
     arrived: Annotated[int, msgspec.Meta(ge=0)] = 0
     step: Annotated[int, msgspec.Meta(ge=0)] | None = None
     batch: Annotated[int, msgspec.Meta(ge=0)] | None = None
@@ -292,6 +311,8 @@ class ScheduleEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         given = [name for name in ("step", "batch", "tokens") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} in one entry: give one of them")
+        if self.tp is not None and self.stride is not None:
+            raise ValueError("tp and stride in one entry: give one after the other")
 
 
 class SetSchedule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -339,6 +360,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """State of one replica, from its leader.
 
     Attributes:
+        tp, stride: of the layout that it works in.
         received: generation requests taken from the input socket so far.
         running, waiting: requests decoding, and queued (grammar and chunked prefill included).
         tokens: KV tokens of the running requests.
@@ -361,6 +383,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     kv_total: int
     retracted: int
     weight_updates: int
+    stride: int = 1
     requests: list[Running] = []
     finished: list[Finished] = []
     kv_totals: dict[int, int] = {}
@@ -384,8 +407,16 @@ class Reconfigure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     dry_run: bool = False
 
 
+class LendRanks(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Let the first of every ``stride`` ranks work, and lend the others; 1: take all back.  Answered with
+    :class:`ReconfigureReply`."""
+
+    query_id: int
+    stride: int
+
+
 class ReconfigureReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """``code``: 200 done, 400 impossible layout, 409 busy, 500 aborted."""
+    """``code``: 200 done, 400 impossible layout, 409 not now, 500 aborted."""
 
     query_id: int
     code: int
@@ -399,7 +430,7 @@ class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
     Times are seconds; ``started`` is unix time.  ``phases`` holds, for each phase, the
     slowest rank.  ``pause_seconds`` runs from the first rank to stop decoding to the last one ready
     to decode again.  Requests: ``migrated`` went on decoding, ``parked`` waited with KV in the cache,
-    ``recomputed`` lost theirs (``recomputed_tokens`` in all).
+    ``recomputed`` lost theirs (``recomputed_tokens`` in all).  ``lent``: ranks that are lent in the new layout.
     """
 
     epoch: int
@@ -416,6 +447,7 @@ class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
     recomputed_tokens: int = 0
     tokens: int = 0
     moved_bytes: int = 0
+    lent: list[int] = []
     error: str = ""
 
 
@@ -439,7 +471,7 @@ class ScheduleReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     state: ScheduleState
 
 
-FromRank = Prepared | RankSwitched | LoadReport | RankTrace | HoldReport
+FromRank = Prepared | RankSwitched | MemoryReleased | LoadReport | RankTrace | HoldReport
 """Everything a rank sends on its channel to the coordinator."""
 
 _encoder = msgspec.msgpack.Encoder()
@@ -468,5 +500,5 @@ def guess_kind(data: bytes) -> str:
 
 
 _KINDS = {kind.__name__ for kind in FromRank.__args__}
-PROTOCOL = (Prepared.__name__, RankSwitched.__name__, HoldReport.__name__)
-"""Without these a switch never ends, or a replica waits for ever: they are not to be dropped."""
+PROTOCOL = (Prepared.__name__, RankSwitched.__name__, MemoryReleased.__name__, HoldReport.__name__)
+"""Without these a switch never ends, or somebody waits for ever: they are not to be dropped."""

@@ -31,6 +31,7 @@ class SwitchMetrics:
         self._moved = Counter("sglang_pat_switch_moved_bytes_total", "KV bytes sent between ranks.")
         self._tp = Gauge("sglang_pat_layout_tp", "Tensor-parallel degree in force.", multiprocess_mode="mostrecent")
         self._dp = Gauge("sglang_pat_layout_dp", "Number of replicas in force.", multiprocess_mode="mostrecent")
+        self._lent = Gauge("sglang_pat_lent_ranks", "Ranks that are lent.", multiprocess_mode="mostrecent")
         self._factor = Gauge(
             "sglang_pat_step_factor",
             f"Measured over profiled time of a decode step with {BATCH} requests of {CONTEXT} tokens a replica.",
@@ -38,11 +39,12 @@ class SwitchMetrics:
             multiprocess_mode="mostrecent",
         )
         self._config = config
-        self._set_layout(config.base.tp)
+        self._set_layout(config.base.tp, 0)
 
-    def _set_layout(self, tp: int) -> None:
+    def _set_layout(self, tp: int, lent: int) -> None:
         self._tp.set(tp)
-        self._dp.set(self._config.num_ranks // tp)
+        self._dp.set((self._config.num_ranks - lent) // tp)
+        self._lent.set(lent)
 
     def set_factors(self, by_degree: Mapping[int, StepFactor]) -> None:
         for tp, factor in by_degree.items():
@@ -57,4 +59,4 @@ class SwitchMetrics:
         for phase, seconds in record.phases.items():
             self._phase.labels(phase).observe(seconds)
         self._moved.inc(record.moved_bytes)
-        self._set_layout(record.to_tp)
+        self._set_layout(record.to_tp, len(record.lent))

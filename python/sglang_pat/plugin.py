@@ -1,6 +1,6 @@
 """The entry point that SGLang calls in each of its processes (group ``sglang.srt.plugins``).
 
-Without the variable ``SGLANG_PAT`` it imports nothing and changes nothing.
+Without the variables ``SGLANG_PAT`` and ``SGLANG_PAT_STREAM_LAYERS`` it imports nothing and changes nothing.
 """
 
 from __future__ import annotations
@@ -8,19 +8,25 @@ from __future__ import annotations
 import os
 import sys
 
-from sglang_pat.config import VARIABLE
+from sglang_pat.config import STREAM_VARIABLE, VARIABLE
 
 
 def plugin() -> None:
-    """:func:`sglang_pat.launch.attach.attach` with the settings of ``SGLANG_PAT``.
+    """:func:`sglang_pat.launch.attach.attach` with the settings of ``SGLANG_PAT``; for a judge that streams layers
+    :func:`sglang_pat.judge.attach.attach`.
 
     It fails closed: SGLang logs an exception of a plug-in and goes on without it, so an error here ends the process.
     """
-    if VARIABLE not in os.environ:
+    if not {VARIABLE, STREAM_VARIABLE} & os.environ.keys():
         return
     from sglang_pat import errors, settings
 
     try:
+        if STREAM_VARIABLE in os.environ:
+            from sglang_pat.judge import attach as judge
+
+            judge.attach()
+            return
         from sglang_pat.launch import attach
 
         if not attach.is_attached():  # else by an adapter, which has read the variable, too

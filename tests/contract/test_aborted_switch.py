@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from sglang_pat.layout import ParallelLayout
+
 pytestmark = pytest.mark.contract
 
 
@@ -43,7 +45,8 @@ def test_what_is_computed_anew(monkeypatch, state, paused, in_parts):
     aborted.scheduler = SimpleNamespace(
         grammars=nothing, _engine_paused=paused, chunked_req=object() if in_parts else None
     )
-    aborted.staging = nothing
+    aborted.staging = aborted.memory = nothing
+    aborted.rank, aborted.layouts = 1, SimpleNamespace(layout=ParallelLayout(1, 2))
     aborted.state = SwitchState[state]
     aborted._mark = lambda _: None
     aborted._abort()
@@ -74,7 +77,9 @@ def test_a_switch_waits_for_a_prompt_whose_pieces_it_would_throw_away(monkeypatc
     made.scheduler, made.rank, made.state, made._compiling, made._computing = rank, 0, SwitchState.IDLE, None, None
     monkeypatch.setattr(requests, "count_tokens_to_move", lambda *_: 0)
     made.staging = None
-    made.config = made.layouts = SimpleNamespace(layout=lambda tp: tp, prepare=lambda _: None)
+    made.memory = SimpleNamespace(resume=lambda: None)
+    made.config = SimpleNamespace(layout=lambda tp, stride: ParallelLayout(tp, 1, stride))
+    made.layouts = SimpleNamespace(prepare=lambda _: None)
     made.prepare(Prepare(epoch=1, tp=2))
     made.poll_command()
     assert len(sent) == (not waits)

@@ -44,8 +44,8 @@ class Scheduling:
         for name in ("_pat_check_schedule", "_pat_begin_log", "pat_set_schedule", "pat_get_schedule"):
             setattr(self, name, MethodType(getattr(Ours, name), self))
         self.pat_log_begins, self.sent, self._pat_ids = begins, [], count()
-        layouts = [ParallelLayout(1, 4), ParallelLayout(2, 2)]
-        self.server_args = SimpleNamespace(spec=SimpleNamespace(config=SimpleNamespace(policy=policy, layouts=layouts)))
+        config = AdaptiveConfig(base=ParallelLayout(1, 4), policy=policy, degrees=(1, 2), profile="-")
+        self.server_args = SimpleNamespace(spec=SimpleNamespace(config=config))
         self.send_to_scheduler = SimpleNamespace(send_pyobj=self.sent.append)
 
     def auto_create_handle_loop(self) -> None: ...

@@ -10,14 +10,14 @@ import torch
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.testing import models
 
-from .checkpoints import Checkpoint
+from .checkpoints import MIXTURES, Checkpoint
 
 pytestmark = pytest.mark.contract
 
 BASE, TAIL = ParallelLayout(1, 2), ParallelLayout(2, 1)
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "qwen2_moe", "mixtral"])
+@pytest.fixture(scope="module", params=MIXTURES)
 def checkpoint(request, tmp_path_factory) -> Checkpoint:
     return Checkpoint(models.make_random(request.param, tmp_path_factory.mktemp("experts") / "m", layers=1))
 

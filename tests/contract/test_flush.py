@@ -16,6 +16,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.fixes.weight_updates import NOT_FLUSHED
+from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import LoadReport, Step
 from sglang_pat.rank.load_reports import LoadReporter
 from sglang_pat.rank.scheduler import AdaptiveScheduler
@@ -66,7 +67,8 @@ class Rank(AdaptiveScheduler):
         self.pp_size = 1
         pool = SimpleNamespace(reset=lambda: None, clear=lambda: None, available_size=lambda: 4, size=4)
         self.tree_cache = self.req_to_token_pool = self.token_to_kv_pool_allocator = pool
-        self.layouts, self.dropped = SimpleNamespace(weight_version=0, kv_totals={1: 4}), None
+        self.layouts = SimpleNamespace(weight_version=0, kv_totals={1: 4}, layout=ParallelLayout(1, 2))
+        self.dropped = None
         self.reports: list[LoadReport] = []
         self.channel = SimpleNamespace(send=self.reports.append)
         self.load, self.trace = LoadReporter(self), SimpleNamespace(idle=lambda: None)
@@ -216,7 +218,7 @@ def test_an_abort_means_one_id():
 def test_an_update_whose_cache_cannot_be_flushed(running):
     """SGLang's rank asserts, and says nothing of the weights: they are new."""
     rank = Rank()
-    rank.layouts = SimpleNamespace(weight_version=3, kv_totals={1: 4})
+    rank.layouts = SimpleNamespace(weight_version=3, kv_totals={1: 4}, layout=ParallelLayout(1, 2))
     rank.tp_worker = SimpleNamespace(update_weights_from_disk=lambda req: (True, "done"))
     if running:
         rank.running_batch = ScheduleBatch(reqs=[request(False)], batch_is_full=False)

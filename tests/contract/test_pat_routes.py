@@ -15,7 +15,10 @@ API_KEY, ADMIN_KEY = "api-secret", "admin-secret"
 CLIENTS = {
     ("/pat/status", "GET"), ("/pat/schedule", "GET"), ("/pat/round", "POST"), ("/pat/round", "DELETE"),
 }  # fmt: skip
-ADMINS = {("/pat/reconfigure", "POST"), ("/pat/schedule", "POST")}
+ADMINS = {
+    ("/pat/reconfigure", "POST"), ("/pat/schedule", "POST"),
+    ("/pat/lend_ranks", "POST"), ("/pat/take_back_ranks", "POST"),
+}  # fmt: skip
 """Routes that change the engine for everybody."""
 GONE = {(path, method) for method, path in map(str.split, removed.ROUTES)}
 

@@ -11,11 +11,10 @@ from sglang_pat.rank.shards import Block, ShardSpec
 from sglang_pat.testing import models
 from sglang_pat.testing.models import ARCHITECTURES
 
-from .checkpoints import Checkpoint, made_by_transformers
+from .checkpoints import MIXTURES, Checkpoint, made_by_transformers
 
 pytestmark = pytest.mark.contract
 
-MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral")
 RANKS = 4
 SHAPES = {
     "gqa": dict(heads=8, kv_heads=4),
@@ -150,13 +149,13 @@ def test_what_the_checkpoint_has_and_the_model_passes_over_may_be_sent(tmp_path)
     """Old checkpoints have the frequencies of the rotary embedding in them."""
     from functools import partial
 
-    from sglang_pat.fixes.weight_updates import ExpectedWeights, read_checkpoint_names
+    from sglang_pat.fixes.weight_updates import ExpectedWeights, read_checkpoint_shapes
 
     folder = models.make_random("llama", tmp_path / "llama", layers=1)
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     save_file({name: torch.ones(8)}, folder / "more.safetensors")
     checkpoint = Checkpoint(folder)
-    expected = ExpectedWeights(checkpoint.empty(BASE, 0), partial(read_checkpoint_names, str(folder)))
+    expected = ExpectedWeights(checkpoint.empty(BASE, 0), partial(read_checkpoint_shapes, str(folder)))
     assert expected.find_problem([(name, (8,))]) is None
     assert "no tensor" in expected.find_problem([(name.replace("0", "1"), (8,))])
     assert "no tensor" in ExpectedWeights(checkpoint.empty(BASE, 0)).find_problem([(name, (8,))])

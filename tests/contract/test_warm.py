@@ -81,7 +81,8 @@ def test_memory_is_taken_for_kv_that_moves():
     reserved: list[int] = []
     pool = SimpleNamespace(k_buffer=[torch.zeros(4, 2, 8)], v_buffer=[torch.zeros(4, 2, 8)])
     layouts = SimpleNamespace(
-        current=SimpleNamespace(kv_pool=pool, layout=SimpleNamespace(tp=2)),
+        current=SimpleNamespace(kv_pool=pool),
+        layout=ParallelLayout(2, 1),
         windows=None,
         config=SimpleNamespace(kv_exchange="direct"),
     )
@@ -97,9 +98,35 @@ def test_memory_is_taken_for_kv_that_moves():
             adaptive=SimpleNamespace(kv=mode),
         )
         for below in (0, 50, NO_KV):
-            kv.reserve(layouts, staging, SimpleNamespace(tp=1), requests.count_tokens_to_move(scheduler, below))
+            kv.reserve(layouts, staging, ParallelLayout(1, 2), requests.count_tokens_to_move(scheduler, below))
     slot, both, larger = 2 * 2 * 8 * 4, 110 + 2 * requests.GROWTH, 100 + requests.GROWTH
     pieces = 30 + 20
     migrate = [both, both, 0, both + pieces, both + pieces, 0]
     auto = [both, larger, 0, both + pieces, larger + pieces, 0]
     assert [size / slot for size in reserved] == [*migrate, *auto, *[0] * 6]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rank", "out", "into"),
+    [
+        (1, 2, 0, 0, 1),
+        (1, 2, 1, 1, 0),
+        (1, 4, 4, 0, 3),
+        (2, 1, 0, 1 / 2, 0),
+        (4, 1, 4, 3 / 4, 0),
+        (4, 2, 4, 1 / 2, 0),
+        (2, 1, 1, 0, 0),
+    ],
+)
+def test_memory_is_taken_for_kv_of_ranks_that_are_lent(old, new, rank, out, into):
+    """In parts of what this rank has; a lent one has nothing."""
+    base, reserved, tokens = ParallelLayout(1, 8), [], 0 if rank % old else 64
+    pool = SimpleNamespace(k_buffer=[torch.zeros(4, 2, 8)], v_buffer=[torch.zeros(4, 2, 8)])
+    layouts = SimpleNamespace(
+        current=SimpleNamespace(kv_pool=pool), layout=base.with_stride(old), rank=rank, windows=None,
+        config=SimpleNamespace(kv_exchange="alltoall"),
+    )  # fmt: skip
+    staging = SimpleNamespace(reserve=lambda *sizes: reserved.extend(sizes))
+    kv.reserve(layouts, staging, base.with_stride(new), tokens)
+    held = tokens * 2 * 2 * 8 * 4
+    assert reserved == [out * held, into * held]

@@ -49,11 +49,11 @@ step and after every switch; no switch makes what should have been made at start
 SIDES = {
     "llama": (
         "agreement attributes smoke control sglang_routes features same_tokens rollout rehearsal requests hostile "
-        "commands python_api cramped threshold attach policies flags faults"
+        "commands python_api cramped threshold lending attach policies flags faults"
     ).split(),
     "others": (
         "profiler mixtures sampling same_numbers same_tokens experts routed_experts weights weights_refused clients "
-        "inprocess grpo acceptance start"
+        "inprocess grpo judge acceptance start"
     ).split(),
 }
 """The test files in two sides, in this order; two workers may run one each (``pytest -n 2 --dist loadgroup``).  A side
@@ -175,6 +175,7 @@ class Servers:
     @staticmethod
     def _at_base(server: Server) -> None:
         assert server.post("/pat/schedule", []).status_code == 200
+        assert server.post("/pat/take_back_ranks").status_code == 200
         server.reconfigure(tp=server.base_tp)
 
     def victim(self, model: Path) -> Server:
@@ -186,6 +187,10 @@ class Servers:
         server = self.adaptive(model)
         self._alive.popitem()
         return server
+
+    def give_away(self, server: Server) -> None:
+        """It may be killed: no other test gets it."""
+        self._alive = OrderedDict((key, other) for key, other in self._alive.items() if other is not server)
 
     def stock(self, model: Path, max_total_tokens: int = 65536) -> Server:
         """Stock SGLang, tp 1."""

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import sglang_pat
 from sglang_pat.launch import processes
+from sglang_pat.layout import ParallelLayout
 from sglang_pat.rollout.records import Group, Summary
 from sglang_pat.rollout.rounds import WeightsChanged
 
@@ -66,6 +67,25 @@ class Case:
         status, info = self.engine.status(), self.engine.get_server_info()
         assert status["layout"] == {"tp": 1, "dp": 2} and status["num_switches"] == 4
         assert (info["tp_size"], info["dp_size"]) == (2, 1)
+
+    def lends(self) -> None:
+        """From either degree; the layout says so, and the answers are the same."""
+        from sglang_pat.server.engine import ReconfigureError
+
+        asked = dict(input_ids=[[7, 8, 9], [9, 8, 7]], sampling_params=GREEDY | {"max_new_tokens": 20})
+        want = [answer["output_ids"] for answer in self.engine.generate(**asked)]
+        for tp in (1, 2):
+            self.engine.reconfigure(tp)
+            record = self.engine.lend_ranks()
+            assert (record["lent"], record["released_bytes"]) == ([1], 0)
+            assert self.engine.layout == ParallelLayout(1, 2, stride=2)
+            assert [answer["output_ids"] for answer in self.engine.generate(**asked)] == want
+            try:
+                self.engine.reconfigure(2)
+            except ReconfigureError as error:
+                assert error.code == 400 and "too few ranks work, 1 of 2" in str(error), error
+            assert self.engine.take_back_ranks()["lent"] == self.engine.status()["lent"] == []
+            assert self.engine.take_back_ranks() == {}
 
     def injects(self) -> None:
         """Prefixes that nobody computes: what is there already stays, and too many do no harm."""
@@ -203,6 +223,7 @@ def main(model: str, samplings: str) -> None:
     )  # fmt: skip
     case.texts(samplings)
     case.switches()
+    case.lends()
     case.injects()
     case.modes()
     case.left()

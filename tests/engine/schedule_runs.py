@@ -111,9 +111,10 @@ class Totals:
 
 
 def has_steps_before_last(schedule: Schedule) -> bool:
-    """Whether there are decode steps between the last switch and the one before."""
-    *_, last = schedule.switches
-    return all(switch.batch is None and switch.at < last.at for switch in schedule.switches[:-1])
+    """Whether there are decode steps between the last switch and the one before, in another degree."""
+    *before, last = schedule.switches
+    degree = before[-1].tp if before else schedule.start_tp
+    return degree != last.tp and all(switch.batch is None and switch.at < last.at for switch in before)
 
 
 def compare(schedule: Schedule, outcome: Outcome, known: dict, stock, totals: Totals) -> None:

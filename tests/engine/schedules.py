@@ -34,16 +34,20 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Switch:
-    """To degree ``tp`` at decode step ``at``; ``batch``: or rather, at that step of any kind, among the prefills."""
+    """To degree ``tp`` at decode step ``at``; ``batch``: or rather, at that step of any kind, among the prefills.
+
+    ``stride``: ranks are lent or taken back instead; ``tp`` is the degree that is in force then.
+    """
 
     at: int
     tp: int
     batch: int | None = None
+    stride: int | None = None
 
     def entry(self, since: int = 0) -> dict:
         """For ``/pat/schedule``, counted from decode step ``since``."""
         point = {"step": self.at - since} if self.batch is None else {"batch": self.batch}
-        return {"tp": self.tp} | point
+        return ({"tp": self.tp} if self.stride is None else {"stride": self.stride}) | point
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +85,15 @@ def make(
     max_batch: int = 32,
     max_prompt: int = 600,
     max_new_tokens: int = 100,
+    strides: Sequence[int] = (),
 ) -> Schedule:
-    """The schedule of ``seed`` and ``name``.  ``max_batch`` counts the copies of ``n > 1`` too."""
+    """The schedule of ``seed`` and ``name``.
+
+    Args:
+        max_batch: counts the copies of ``n > 1`` too.
+        strides: with which ranks are lent, in half of the switches; those in between are of what is left, or take them
+            back for a degree that needs all.
+    """
     rng = random.Random(f"{name} {seed}")
 
     def tokens(count: int) -> tuple[int, ...]:
@@ -112,11 +123,16 @@ def make(
     times = sorted(0 if rng.random() < 0.3 else rng.randint(1, last) for _ in range(rng.randint(0, 5)))
     times.append(rng.randint(max([1, *times]), last))
     degree = start = rng.choice(degrees)
-    switches, batch = [], 0
+    switches, batch, lent = [], 0, 1
     for at in times:
-        degree = rng.choice([d for d in degrees if d != degree])
+        stride = rng.choice([s for s in (1, *strides) if s != lent]) if strides and rng.random() < 0.5 else None
+        if stride is None:
+            degree = rng.choice([d for d in degrees if d != degree])
+            lent = lent if degree * lent <= degrees[-1] else 1
+        else:
+            lent, degree = stride, min(degree, degrees[-1] // stride)
         batch += rng.choice((0, 1, 1, 2, 4))
-        switches.append(Switch(at=at, tp=degree, batch=batch if at == 0 else None))
+        switches.append(Switch(at=at, tp=degree, batch=batch if at == 0 else None, stride=stride))
     # Half of the time the second wave comes in the middle of a switch.
     second_at = rng.choice(times) if rng.random() < 0.5 else rng.randint(0, last)
     return Schedule(

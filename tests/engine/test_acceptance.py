@@ -15,7 +15,10 @@ from sglang_pat.acceptance import answers, bench, cli, steps
 
 from .conftest import count_start, tell
 
-BARS = {"check-machine", "start", "endurance", "same-tokens-of-experts", "same-tokens", "steady", "real-model", "sweep"}
+BARS = {
+    "check-machine", "judge", "start", "endurance", "same-tokens-of-experts", "same-tokens", "steady", "real-model",
+    "sweep",
+}  # fmt: skip
 """Steps with a bar that holds on a CPU too; the others say what they measured."""
 MAY_FAIL = "likelihood"
 """Few bfloat16 tokens, and a switch at any of them: one run of a hundred is beyond its bar."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
+from sglang_pat.testing.smollm2 import load_transformers
 
 from .conftest import MODELS, fault
 from .streams import body, hold, tokens
@@ -22,28 +24,36 @@ from .weight_updates import Trainer, degrees, flattened, layout, serialized, suc
 BODIES = [body(300 + i, 24) for i in range(6)]
 
 
+def make_two(kind: str) -> list[Path]:
+    """Models that differ in all weights."""
+    return [models.make_random(kind, MODELS / kind), models.make_random(kind, MODELS / f"{kind}-1", seed=1)]
+
+
+def load(folder: Path) -> Any:
+    """transformers' model."""
+    return load_transformers().AutoModelForCausalLM.from_pretrained(folder)
+
+
+def generate(model: Any) -> list[list[int]]:
+    """What transformers' model says to :data:`BODIES`."""
+    import torch
+
+    prompts = torch.tensor([one["input_ids"] for one in BODIES])
+    answers = model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=24, do_sample=False, eos_token_id=None
+    )
+    return answers[:, prompts.shape[1] :].tolist()
+
+
 @pytest.fixture(scope="session")
 def folders() -> list[Path]:
-    """Two models that differ in all weights."""
-    first = models.make_random("qwen3_moe", MODELS / "qwen3_moe")
-    return [first, models.make_random("qwen3_moe", MODELS / "qwen3_moe-1", seed=1)]
+    return make_two("qwen3_moe")
 
 
 @pytest.fixture(scope="session")
 def said(folders) -> list[list[list[int]]]:
     """By transformers, of each model."""
-    import torch
-
-    from sglang_pat.testing.smollm2 import load_transformers
-
-    found = []
-    for folder in folders:
-        model = load_transformers().AutoModelForCausalLM.from_pretrained(folder)
-        prompts = torch.tensor([one["input_ids"] for one in BODIES])
-        answers = model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=24, do_sample=False, eos_token_id=None
-        )
-        found.append(answers[:, prompts.shape[1] :].tolist())
+    found = [generate(load(folder)) for folder in folders]
     assert not any(one == other for one, other in zip(*found, strict=True))
     return found
 
@@ -69,37 +79,74 @@ def from_disk(server: Server, folder: Path) -> None:
     succeeded(server.post("/update_weights_from_disk", {"model_path": str(folder)}))
 
 
-def from_tensors(server: Server, folder: Path) -> None:
-    state = list(load_file(folder / "model.safetensors").items())
-    items = [serialized(state) for _ in range(2)]
+def read(folder: Path) -> dict[str, Any]:
+    return load_file(folder / "model.safetensors")
+
+
+def from_tensors(server: Server, state: dict[str, Any]) -> None:
+    items = [serialized(list(state.items())) for _ in range(2)]
     succeeded(server.post("/update_weights_from_tensor", {"serialized_named_tensors": items}))
 
 
-def from_bucket(server: Server, folder: Path) -> None:
-    state = list(load_file(folder / "model.safetensors").items())
-    items = [serialized(flattened(state)) for _ in range(2)]
+def from_bucket(server: Server, state: dict[str, Any]) -> None:
+    items = [serialized(flattened(state.items())) for _ in range(2)]
     body = {"serialized_named_tensors": items, "load_format": "flattened_bucket"}
     succeeded(server.post("/update_weights_from_tensor", body))
 
 
-def from_group(server: Server, folder: Path) -> None:
+def from_group(server: Server, state: dict[str, Any]) -> None:
     trainer = Trainer(server, 2)
     try:
         server.reconfigure(2)
-        succeeded(trainer.broadcast(load_file(folder / "model.safetensors")))
+        succeeded(trainer.broadcast(state))
     finally:
         trainer.close()
 
 
-@pytest.mark.parametrize("update", [from_disk, from_tensors, from_bucket, from_group])
-def test_new_weights_reach_the_experts_of_every_layout(server, folders, said, update):
-    update(server, folders[1])
+ROUTES = [from_tensors, from_bucket, from_group]
+
+
+def test_an_update_from_disk_reaches_the_experts_of_every_layout(server, folders, said):
+    from_disk(server, folders[1])
     assert layout(server) == 1
     all_layouts_say(server, said[1])
 
 
+@pytest.mark.parametrize("update", ROUTES)
+def test_new_weights_reach_the_experts_of_every_layout(server, folders, said, update):
+    update(server, read(folders[1]))
+    assert layout(server) == 1
+    all_layouts_say(server, said[1])
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe", "mixtral"])
+def test_weights_by_the_names_of_a_trainer(servers, tmp_path, kind):
+    """transformers has all experts of a layer in one tensor, and its Mixtral other names than the checkpoint."""
+    folders = make_two(kind)
+    server, model, wanted = servers.adaptive(folders[0], 2), load(folders[1]), generate(load(folders[1]))
+    state = model.state_dict()
+    assert state.keys() != read(folders[1]).keys()
+
+    def update_from_disk(server: Server, state: dict[str, Any]) -> None:
+        save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        from_disk(server, tmp_path)
+
+    for update in (*ROUTES, update_from_disk):
+        from_disk(server, folders[0])
+        assert tokens(server.generate(BODIES)) != wanted
+        update(server, state)
+        all_layouts_say(server, wanted)
+    for fewer in ("gate_up_proj", "down_proj"):
+        name = f"model.layers.0.mlp.experts.{fewer}"
+        items = [serialized([*state.items(), (name, state[name][1:])]) for _ in range(2)]
+        response = server.post("/update_weights_from_tensor", {"serialized_named_tensors": items})
+        must = f"{name} has the shape {[7, *state[name].shape[1:]]}, must be of 8 experts"
+        assert response.status_code == 400 and response.json()["message"].endswith(must), response.text
+    all_layouts_say(server, wanted)
+
+
 def test_an_expert_that_does_not_fit_is_refused_and_nothing_is_written(server, folders, said):
-    state = load_file(folders[1] / "model.safetensors")
+    state = read(folders[1])
     name = "model.layers.0.mlp.experts.7.down_proj.weight"
     misfits = ({name: state[name][:, :-1]}, "has the shape"), ({name.replace("7", "8"): state[name]}, "no tensor")
     for wrong, what in misfits:

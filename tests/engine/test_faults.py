@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 
 import psutil
 import pytest
 import requests
 
 from sglang_pat.launch.processes import wait_until_ended
-from sglang_pat.testing.server import Server
+from sglang_pat.testing.server import Server, find_rank_processes
 
 from .conftest import fault
 from .streams import body, hold, post, tokens
@@ -101,6 +102,11 @@ async def test_what_is_killed_ends_the_engine(servers, session, llama, killed):
     else:
         with fault(server, f"{killed}:1:kill"):
             results = await asyncio.gather(*work, server.reconfigure_async(session, 2), return_exceptions=True)
+    check_ended(server, children, mine, results)
+
+
+def check_ended(server: Server, children: list[psutil.Process], mine: set[str], results: list) -> None:
+    """``children`` and ``mine``: its processes and segments; ``results``: what its clients got."""
     assert all(isinstance(result, Exception) for result in results), results
     alive = wait_until_ended(children, 500)
     assert not alive, [process.cmdline() for process in alive]
@@ -109,3 +115,36 @@ async def test_what_is_killed_ends_the_engine(servers, session, llama, killed):
         server.get("/health")
     assert not mine & shared_memory()
     server.stop()
+
+
+KILLS = [
+    ("lend", "EXCHANGE", 1),
+    ("take back", "PREPARE", 1),
+    ("take back", "COMMIT", 0),
+    ("merge", "QUIESCE", 3),
+    ("lent", "", 3),
+    *(pytest.param("drawn", "", seed, marks=pytest.mark.soak) for seed in range(200)),
+]
+
+
+@pytest.mark.parametrize(("when", "state", "rank"), KILLS)
+async def test_what_is_killed_while_ranks_are_lent_ends_the_engine(servers, session, llama, when, state, rank):
+    """In a switch that lends ranks, takes them back, or is of those that work; or a lent rank, which does nothing."""
+    if when == "drawn":
+        rng = random.Random(rank)
+        when, state, rank = rng.choice(["lend", "take back", "merge", "lent"]), rng.choice(STATES), rng.randrange(4)
+    server = servers.adaptive(llama, 4)
+    servers.give_away(server)
+    children, mine = server.list_children(), segments(server)
+    work = await hold(server, session, BODIES)
+    if when != "lend":
+        assert await post(session, server, "/pat/lend_ranks") == 200
+    if when == "lent":
+        find_rank_processes(children)[rank].kill()
+        results = await asyncio.gather(*work, return_exceptions=True)
+    else:
+        with fault(server, f"{state}:{rank}:kill"):
+            paths = {"lend": "/pat/lend_ranks", "take back": "/pat/take_back_ranks", "merge": "/pat/reconfigure"}
+            asked = post(session, server, paths[when], {"tp": 2} if when == "merge" else None)
+            results = await asyncio.gather(*work, asked, return_exceptions=True)
+    check_ended(server, children, mine, results)

@@ -42,13 +42,16 @@ class Setup:
     """``Servers.as_on_cuda``, without other flags."""
     limits: dict[str, int] = field(default_factory=dict)
     """Options of :func:`schedules.make`."""
+    lends: bool = False
+    """Half of the switches lend ranks, or take them back."""
     soak_only: bool = False
     stock: bool = True
     """Compare with stock SGLang; else, outside the soak, with the server itself where it does not switch."""
 
     def schedule(self, name: str, seed: int) -> schedules.Schedule:
-        degrees = [degree for degree in (1, 2, 4) if self.base <= degree <= self.ranks]
-        return schedules.make(seed, degrees, name=name, **self.limits)
+        degrees = [degree for degree in (1, 2, 4, 8) if self.base <= degree <= self.ranks]
+        strides = [2 * degree for degree in degrees if 2 * degree * self.base <= self.ranks] if self.lends else []
+        return schedules.make(seed, degrees, name=name, strides=strides, **self.limits)
 
 
 CHUNKED = ("--chunked-prefill-size", "128")
@@ -76,6 +79,10 @@ SETUPS = {
         flags=(*CHUNKED, "--schedule-conservativeness", "0.2"),
         env={"SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "100"},
     ),
+    # Ranks are lent, and those that are left switch among themselves.
+    "lent": Setup(model="llama-kv2", ranks=2, count=4, lends=True),
+    "lent-4-ranks": Setup(model="llama-flat", ranks=4, count=5, lends=True, flags=CHUNKED),
+    "lent-8-ranks": Setup(model="llama-kv2", ranks=8, count=3, lends=True, limits=FEW),
     # As PAT moves weights and KV; its group is made on first use.
     "qwen3-pat": Setup(
         model="qwen3",

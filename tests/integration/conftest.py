@@ -54,5 +54,17 @@ def verl_mixture_job(tmp_path_factory) -> Runner:
 
 
 @pytest.fixture(scope="session")
+def verl_mixtral_job(tmp_path_factory) -> Runner:
+    return Runner(VerlJob, models.make_random("mixtral", MODELS / "mixtral-flat", logit_std=1), tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
 def openrlhf_job(flat, tmp_path_factory) -> Runner:
     return Runner(OpenRlhfJob, flat, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def openrlhf_mixture_job(tmp_path_factory) -> Runner:
+    shape = dict(heads=4, kv_heads=2, logit_std=1)
+    model = models.make_random("qwen3_moe", MODELS / "qwen3_moe-kv2-flat", **shape)
+    return Runner(OpenRlhfJob, model, tmp_path_factory)

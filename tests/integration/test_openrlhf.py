@@ -26,6 +26,14 @@ def test_collocated(openrlhf_job):
     assert job.tells_of_the_engine()
 
 
+@pytest.mark.long
+def test_a_mixture_of_experts(openrlhf_mixture_job):
+    """Its weights come by transformers' names: all experts of a layer in one tensor."""
+    job = openrlhf_mixture_job(*FAST)
+    assert len(job.steps) == 3 and job.switches("decisions.0.jsonl") >= 3
+    assert max(map(abs, job.series("vllm_kl"))) < AGREE
+
+
 def test_async_with_partial_rollout(openrlhf_job):
     """Weights come by broadcast, into requests that are paused in mid-decode."""
     job = openrlhf_job("--mode", "async", *FAST)

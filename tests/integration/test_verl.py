@@ -211,6 +211,13 @@ def test_a_mixture_of_experts_switches_in_each_step(verl_mixture_job):
 
 
 @pytest.mark.long
+def test_mixtral_gets_its_weights_by_other_names_than_its_checkpoints(verl_mixtral_job):
+    job = verl_mixtral_job(*SWITCHING, "trainer.v1.trainer_mode=sglang_pat_sync")
+    assert len(job.steps) == 3 and min(job.series("rollout/switches")) >= 1
+    assert max(job.series("training/rollout_probs_diff_max")) <= 1e-6
+
+
+@pytest.mark.long
 def test_two_engines_share_the_work(verl_job, tmp_path, monkeypatch):
     two = verl_routers.arguments(verl_routers.Noting, tmp_path, monkeypatch)
     job = verl_job(*two, *SWITCHING, "trainer.v1.trainer_mode=sglang_pat_sync")

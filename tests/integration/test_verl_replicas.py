@@ -87,8 +87,34 @@ def test_reward_models_and_teachers_stay_verls_own(helper, name, monkeypatch):
     """Where a teacher has no name of its own, it has that of the policy's rollout."""
     monkeypatch.setenv("SGLANG_PAT", "base_tp=1")
     assert classes(replica(config(name), **{helper: True})) == ("SGLangReplica", "PlainServer")
-    with pytest.raises(ValueError, match="must be left out there: only the policy's engines are adaptive"):
+    with pytest.raises(ValueError, match="must be left out there, or only have stream_layers: only the policy's"):
         replica(config(name, {}), **{helper: True})
+
+
+@pytest.mark.parametrize("helper", HELPERS)
+def test_they_may_stream_layers(helper):
+    assert classes(replica(config(settings={"stream_layers": "auto"}), **{helper: True})) == (VERLS[0], "PlainServer")
+    with pytest.raises(ValueError, match="stream_layers is 'most', must be auto or a number from 3 on"):
+        replica(config(settings={"stream_layers": "most"}), **{helper: True})
+
+
+def test_sglang_streams_layers_in_their_servers(monkeypatch):
+    """What the server's process and its engine's processes read when SGLang loads its plug-ins."""
+    from sglang_pat.integrations.verl import replica as replicas
+
+    seen = []
+
+    async def launch_server(self, **_):
+        seen.append((os.environ.get("SGLANG_PAT_STREAM_LAYERS"), os.environ.get("SGLANG_PAT")))
+
+    monkeypatch.setattr(SGLangHttpServer, "launch_server", launch_server)
+    monkeypatch.setattr(replicas, "stream_layers", lambda: seen.append("attached"))
+    monkeypatch.setenv("SGLANG_PAT", "base_tp=1")
+    monkeypatch.setenv("SGLANG_PAT_STREAM_LAYERS", "")  # to be put back
+    server = PlainServer.__new__(PlainServer)
+    server.config = config(settings={"stream_layers": 12})
+    asyncio.run(server.launch_server())
+    assert seen == ["attached", ("12", None)]
 
 
 def test_their_servers_keep_sglangs_plugin_out(monkeypatch):
@@ -100,7 +126,9 @@ def test_their_servers_keep_sglangs_plugin_out(monkeypatch):
 
     monkeypatch.setattr(SGLangHttpServer, "launch_server", launch_server)
     monkeypatch.setenv("SGLANG_PAT", "base_tp=1")
-    asyncio.run(PlainServer.__new__(PlainServer).launch_server(master_port=1))
+    server = PlainServer.__new__(PlainServer)
+    server.config = config()
+    asyncio.run(server.launch_server(master_port=1))
     assert seen == [({"master_port": 1}, None, False)]
 
 

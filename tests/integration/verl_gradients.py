@@ -98,7 +98,8 @@ def select(data: TensorDict, rows: Any) -> TensorDict | None:
 def make_shares(data: TensorDict, step: int, replicas: bool) -> list[list[TensorDict | None]]:
     """Chunks in the order in which responses end, each with what every rank gets of it.
 
-    With ``replicas`` the first chunks are for ranks 2 and 3, the others for all.  Shares differ in size, and some are empty.
+    With ``replicas`` the first chunks are for ranks 2 and 3, the others for all.  Shares differ in size, and some are
+    empty.
     """
     order = sorted(range(SEQUENCES), key=lambda i: len(data["responses"][i]))
     chunks = [order[:3], order[3:8], order[8:9], order[9:20], order[20:]]

@@ -20,3 +20,20 @@ def half(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> 
 
 def most(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float:
     return _score(0.8, solution_str, extra_info["index"])
+
+
+JUDGED_TOKENS = 48
+"""Of a response: a judge reads no more."""
+
+
+async def ask_judge(
+    data_source, solution_str, ground_truth, extra_info=None, *, reward_router_address, reward_model_tokenizer
+) -> float:
+    """The token that a generative reward model says to the beginning of a response."""
+    import aiohttp
+
+    tokens = reward_model_tokenizer.encode(solution_str)[:JUDGED_TOKENS]
+    body = {"input_ids": tokens, "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}}
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"http://{reward_router_address}/generate", json=body) as answer:
+            return float((await answer.json())["output_ids"][0])

@@ -58,6 +58,7 @@ def register() -> None:
         runner.piecewise_cuda_graph_runner = None if off else RecordedPrefill(runner)
 
     model_runner.ModelRunner.init_piecewise_cuda_graphs = init_piecewise_cuda_graphs
+    rehearse_memory_saver()
     if mistake := os.environ.get(MISTAKE_ENV):
         MISTAKES[mistake]()
 
@@ -87,6 +88,47 @@ class RecordedGraph:
 
     def _batch(self) -> int:
         return len(self._output.next_token_logits)
+
+
+class GarbageSaver:
+    """The memory saver: what is paused is lost."""
+
+    enabled = True
+
+    def __init__(self, runners: list[Any]) -> None:
+        self._runners = runners
+
+    def pause(self, tag: str) -> None:
+        (runner,) = self._runners
+        pool, model = runner.token_to_kv_pool, runner.pat_loaded_model
+        weights = [*model.parameters(), *model.buffers()]
+        for tensor in {"kv_cache": [*pool.k_buffer, *pool.v_buffer], "weights": weights}[tag]:
+            tensor.data.fill_(float("nan") if tensor.is_floating_point() else 0)
+
+    def resume(self, tag: str) -> None: ...
+
+    def region(self, *args: Any, **kwargs: Any) -> Any:
+        return nullcontext()
+
+    cuda_graph = disable = configure_subprocess = region
+
+
+def rehearse_memory_saver() -> None:
+    """With ``--enable-memory-saver``."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter, _TorchMemorySaverAdapterNoop
+
+    runners: list[Any] = []
+    load = ModelRunner.load_model
+
+    def load_model(runner: Any) -> None:
+        load(runner)
+        runner.pat_loaded_model = runner.model
+        runners.append(runner)
+
+    ModelRunner.load_model = load_model
+    saver = GarbageSaver(runners)
+    TorchMemorySaverAdapter.create = staticmethod(lambda enable: saver if enable else _TorchMemorySaverAdapterNoop())
 
 
 class RecordedPrefill:

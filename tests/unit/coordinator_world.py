@@ -14,6 +14,7 @@ from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.router import Control, Coordinator
 from sglang_pat.coordinator.switching import BASE_ATTEMPTS
 from sglang_pat.figures import Figures
+from sglang_pat.layout import list_destinations, needs_capsules
 from sglang_pat.messages import NO_KV
 
 
@@ -66,10 +67,10 @@ def merge(replies: list[Any]) -> Merged:
     return Merged(serial, tuple(reply.rank for reply in replies))
 
 
-def control(serial: int, kind: str, needs_base: bool = False) -> Control:
+def control(serial: int, kind: str, needs_base: bool = False, takes_back: bool = False) -> Control:
     reply = REPLIES[kind].__name__ if kind in REPLIES else None
     return Control(
-        obj=Request(serial, kind), reply=reply, merge=merge, needs_base=needs_base,
+        obj=Request(serial, kind), reply=reply, merge=merge, needs_base=needs_base, takes_back=takes_back,
         refusal=lambda reason: Refused(serial, reason),
     )  # fmt: skip
 
@@ -166,7 +167,9 @@ class World:
             self.outstanding.remove(obj.serial)
         if isinstance(obj, Refused):
             assert obj.serial in self.needs_base and obj.serial not in self.outstanding, "no rank has it"
-            assert self.known != self.config.base and self.aborts == BASE_ATTEMPTS
+            lent = "are lent" in obj.reason
+            assert self.known.lent if lent else self.aborts == BASE_ATTEMPTS
+            assert self.known != self.config.base
         self.server.append(obj)
 
     def start_counting_requests(self) -> None: ...
@@ -187,7 +190,9 @@ class World:
         assert record.epoch == self.preparing and record.from_tp == self.known.tp
         self.preparing = self.commanded = None
         if not record.error:
-            self.known = self.config.layout(record.to_tp)
+            num_ranks = self.config.num_ranks
+            self.known = self.config.layout(record.to_tp, num_ranks // (num_ranks - len(record.lent)))
+            assert self.known.lent == record.lent
         self.records.append(record)
         assert self.aborts <= BASE_ATTEMPTS
         if record.reason == "control":
@@ -220,6 +225,7 @@ class World:
                 **numbers,
                 rank=leader,
                 tp=self.layout.tp,
+                stride=self.layout.stride,
                 tokens=10 * running,
                 requests=[m.Running(4, 6, 100, 1)] * len(rank.requests),
                 kv_used=0,
@@ -236,14 +242,15 @@ class World:
         assert rank.rank in self.layout.leaders
         group = self.layout.group(rank.rank)
         if isinstance(obj, m.Prepare):
-            home = obj.tp == self.config.base.tp and self.way_home != "fine"
+            home = (obj.tp, obj.stride) == (self.config.base.tp, 1) and self.way_home != "fine"
             self.fates.setdefault(obj.epoch, (self.way_home, 0) if home else fate)
             kind, victim = self.fates[obj.epoch]
             assert rank.prepared is None, "the switch before was neither made nor cancelled"
             rank.prepared = obj.epoch
             for member in group:
                 error = f"rank {member}: no" if kind == "prepare" and member == victim else ""
-                named = self.grammatical and member == rank.rank and obj.tp > self.layout.tp
+                new = self.config.layout(obj.tp, obj.stride)
+                named = self.grammatical and member == rank.rank and needs_capsules(self.layout, new)
                 grammars = rank.grammars() if named else []
                 prepared = m.Prepared(
                     rank=member, epoch=obj.epoch, seconds=0.5 + member, error=error, grammars=grammars
@@ -263,6 +270,7 @@ class World:
             if all(self.ranks[leader].switching == obj for leader in self.layout.leaders):
                 self._switch(obj)
         elif obj.kind == "work":
+            assert rank.rank in self.layout.working, "lent ranks get no work"
             rank.received += 1
             rank.requests.append(obj)
         elif obj.kind in REPLIES:
@@ -270,12 +278,12 @@ class World:
 
     def _switch(self, command: m.Switch) -> None:
         """All leaders have stopped: every rank of every group switches."""
-        old, new = self.layout, self.config.layout(command.tp)
+        old, new = self.layout, self.config.layout(command.tp, command.stride)
         error = "rank 0: no" if self.fates[command.epoch][0] == "abort" else ""
         came = {rank.rank: len(rank.requests) for rank in self.ranks}
         for leader in old.leaders:
             told = {grammar.text for grammar in self.ranks[leader].compiled}
-            others = [o for o in old.leaders if o != leader and new.group_of(o) == new.group_of(leader)]
+            others = [o for o in old.leaders if o != leader and new.group_of(leader) in list_destinations(old, new, o)]
             assert told <= {"", *map(str, others)}
             # Requests that come while it compiles are compiled in the pause.
             self.ranks[leader].compiled = []
@@ -285,7 +293,7 @@ class World:
             for rank in self.ranks:
                 rank.requests = []
             for i, (leader, request) in enumerate(moving):
-                targets = [g for g in new.leaders if set(old.group(leader)) & set(new.group(g))]
+                targets = list_destinations(old, new, leader)
                 self.ranks[targets[i % len(targets)]].requests.append(request)
         for rank in self.ranks:
             rank.switching = rank.prepared = None
@@ -304,6 +312,9 @@ class World:
                     error=error,
                 )
             )
+            if not error and rank.rank in new.lent and rank.rank not in old.lent:
+                assert not rank.requests
+                rank.outbox.append(m.MemoryReleased(rank=rank.rank, epoch=command.epoch, bytes=100))
 
     def finish(self, leader: int) -> None:
         rank = self.ranks[leader]

@@ -33,6 +33,22 @@ MOVES = [
 ]
 """Switches ``(old, new)`` in both directions."""
 
+LENT = [
+    (old.with_stride(s), new.with_stride(s))
+    for old, new in MOVES
+    for s in divisors(old.num_ranks)[1:]
+    if old.dp % s == new.dp % s == 0
+]
+"""The same while ranks are lent."""
+
+LENDING = [
+    (layout.with_stride(r), layout.with_stride(s))
+    for layout in (ParallelLayout(t, n // t) for n in (2, 4, 8, 6) for t in divisors(n))
+    for r, s in itertools.permutations(divisors(layout.dp), 2)
+    if max(r, s) % min(r, s) == 0
+]
+"""Ranks are lent, or taken back; also some more, or some of them."""
+
 
 @dataclass
 class Case:
@@ -76,8 +92,8 @@ class Case:
 
 
 @st.composite
-def cases(draw, roomy: bool = True):
-    old, new = draw(st.sampled_from(MOVES))
+def cases(draw, roomy: bool = True, moves: list[tuple[ParallelLayout, ParallelLayout]] = MOVES):
+    old, new = draw(st.sampled_from(moves))
     low, high = sorted((old.tp, new.tp))
     allowed = [k for k in range(1, 13) if all(max(k, t) % min(k, t) == 0 for t in (low, high))]
     kv_heads = draw(st.sampled_from(allowed))
@@ -89,11 +105,11 @@ def cases(draw, roomy: bool = True):
     # Divisible by every ratio of heads; few are in use, at the beginning or anywhere.
     all_tokens, all_slots, num_slots = [], [], 2400
     span = rng.choice([200, num_slots])
-    for _ in old.leaders:
+    for leader in old.leaders:
         free = iter(rng.permutation(np.arange(1, span)))
         tokens: list[list[int]] = []
         slots: list[np.ndarray] = []
-        for _ in range(rng.integers(0, most + 1)):
+        for _ in range(rng.integers(0, most + 1) if leader in old.working else 0):
             row_tokens: list[int] = []
             row: list[int] = []
             if tokens and rng.random() < sharing:

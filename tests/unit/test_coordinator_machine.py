@@ -16,7 +16,7 @@ from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.replicas import Generation
 from sglang_pat.coordinator.router import Coordinator
-from sglang_pat.layout import ParallelLayout
+from sglang_pat.layout import ParallelLayout, list_strides
 from sglang_pat.policies.rules import RETRY_SECONDS, SETTLE_SECONDS
 from sglang_pat.policies.threshold import make_threshold_policy
 
@@ -69,12 +69,12 @@ class CoordinatorMachine(RuleBasedStateMachine):
             self.expected.append(serial)
         self.coordinator.receive(control(serial, kind), self.now)
 
-    @rule(kind=st.sampled_from(["flush", "update"]))
-    def control_in_base(self, kind):
+    @rule(kind=st.sampled_from(["flush", "update"]), takes_back=st.booleans())
+    def control_in_base(self, kind, takes_back):
         serial = self._next()
         self.world.needs_base.add(serial)
         self.expected.append(serial)
-        self.coordinator.receive(control(serial, kind, needs_base=True), self.now)
+        self.coordinator.receive(control(serial, kind, True, takes_back), self.now)
 
     @rule(pauses=st.booleans())
     def pause(self, pauses):
@@ -88,10 +88,23 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @rule(tp=st.sampled_from([0, 1, 2, 3, 4, 8]))
     def reconfigure(self, tp):
         query = len(self.queries)
-        allowed = tp in [layout.tp for layout in self.config.layouts]
+        allowed = tp in self.config.list_degrees(self.world.known.stride)
         busy = self.world.preparing is not None
         self.queries[query] = dict(tp=tp, allowed=allowed, busy=busy, here=tp == self.world.known.tp)
         self.coordinator.reconfigure(m.Reconfigure(query_id=query, tp=tp), self.now)
+
+    @rule(which=st.integers(0, 2))
+    def lend(self, which):
+        strides = [1, *list_strides(self.config.layouts)]
+        self.lend_with(strides[which % len(strides)])
+
+    @rule(stride=st.sampled_from([0, 1, 2, 3, 4, 8]))
+    def lend_with(self, stride):
+        query = len(self.queries)
+        allowed = stride == 1 or stride in list_strides(self.config.layouts)
+        busy, here = self.world.preparing is not None, stride == self.world.known.stride
+        self.queries[query] = dict(stride=stride, allowed=allowed, busy=busy, here=here)
+        self.coordinator.lend_ranks(m.LendRanks(query_id=query, stride=stride), self.now)
 
     @rule(name=st.sampled_from("ab"), requests=st.sampled_from([None, 1, 5]), retracted=st.integers(0, 9))
     def round_begins(self, name, requests, retracted):
@@ -108,9 +121,10 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.coordinator.handle_status_query(m.StatusQuery(query_id=7))
         reply = self.world.server.pop()
         assert reply.query_id == 7
-        assert reply.status["layout"] == {"tp": self.world.known.tp, "dp": self.world.known.dp}
+        known = self.world.known
+        assert reply.status["layout"] == known.as_dict() and reply.status["lent"] == known.lent
         assert reply.status["switching"] == (self.world.preparing is not None)
-        assert [group["ranks"] for group in reply.status["groups"]] == self.world.known.groups()
+        assert [group["ranks"] for group in reply.status["groups"]] == [known.group(leader) for leader in known.working]
         assert all(group["in_flight"] >= 0 for group in reply.status["groups"])
         assert reply.status["num_switches"] == sum(not record.error for record in self.world.records)
 
@@ -237,7 +251,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         assert self.coordinator._in_engine == 0, "the load is known, though reported on changes only"
         assert self.coordinator.layout == self.world.layout == self.world.known
         if self.config.policy != "manual":
-            assert self.world.layout == self.config.base
+            assert self.world.layout.tp == self.config.base.tp
         answered = [obj.serial for obj in self.world.server if isinstance(obj, (Merged, Refused))]
         assert sorted(answered) == self.expected, "each control request has one reply"
         assert sum(isinstance(obj, OutOfBand) for obj in self.world.server) == self.out_of_band
@@ -251,18 +265,27 @@ class CoordinatorMachine(RuleBasedStateMachine):
         for answer in answers:
             query = self.queries[answer.query_id]
             if not query["allowed"]:
-                assert answer.code == 400 and f"tp={query['tp']} is not a candidate" in answer.message
+                name, wrong = next(iter(query.items()))
+                assert answer.code == 400 and f"{name}={wrong}" in answer.message
             elif query["busy"]:
                 assert answer.code == 409
             elif query["here"]:
                 assert (answer.code, answer.record) == (200, None)
             else:
                 record = by_epoch[answer.record["epoch"]]
-                assert record.reason == "request" and record.to_tp == query["tp"]
+                self.check_record(record, query)
                 assert answer.code == (500 if record.error else 200) and answer.message == record.error
         assert sum(record.reason == "request" for record in self.world.records) == sum(
-            answer.record is not None for answer in answers
+            answer.record is not None and "tp" in self.queries[answer.query_id] for answer in answers
         )
+
+    def check_record(self, record: m.SwitchRecord, query: dict[str, Any]) -> None:
+        if "tp" in query:
+            assert record.reason == "request" and record.to_tp == query["tp"]
+        else:
+            assert record.reason in ("lend", "take back")
+            lent = [rank for rank in range(self.config.num_ranks) if rank % query["stride"]]
+            assert record.error or record.lent == lent
 
 
 TestCoordinatorMachine = CoordinatorMachine.TestCase

@@ -7,7 +7,14 @@ from fractions import Fraction
 
 import pytest
 
-from sglang_pat.layout import ParallelLayout, exchange_groups, get_device_of_rank, list_candidate_layouts
+from sglang_pat.layout import (
+    ParallelLayout,
+    exchange_groups,
+    get_device_of_rank,
+    list_candidate_layouts,
+    list_destinations,
+    list_strides,
+)
 from tests.unit.for_each import for_each
 
 pytestmark = pytest.mark.unit
@@ -46,6 +53,56 @@ def test_groups_partition_the_ranks(layout):
         assert min(group) == index == layout.leaders[index]
         for place, rank in enumerate(group):
             assert (layout.group_of(rank), layout.tp_rank(rank)) == (index, place)
+
+
+STRIDED = [layout.with_stride(s) for layout in ALL for s in divisors(layout.dp)]
+
+
+@for_each([(layout,) for layout in STRIDED])
+def test_lent_ranks_are_whole_groups(layout):
+    working = {rank for leader in layout.working for rank in layout.group(leader)}
+    assert working == set(range(0, layout.num_ranks, layout.stride)), "the same in every layout"
+    assert sorted(working | set(layout.lent)) == list(range(layout.num_ranks))
+    assert not working & set(layout.lent)
+    small = ParallelLayout(layout.tp, layout.dp // layout.stride)
+    groups = [[rank * layout.stride for rank in group] for group in small.groups()]
+    assert groups == [layout.group(leader) for leader in layout.working], "a smaller strided world"
+
+
+@for_each([(layout,) for layout in ALL if layout.dp > 1])
+def test_who_exchanges_when_ranks_are_lent(layout):
+    candidates = list_candidate_layouts(layout.with_tp(1), divisors(layout.num_ranks)) if chain(layout) else []
+    for stride in divisors(layout.dp)[1:]:
+        lent = layout.with_stride(stride)
+        groups = exchange_groups(layout, lent)
+        assert groups == exchange_groups(lent, layout)
+        assert groups == [list(range(i, i + stride)) for i in range(0, layout.num_ranks, stride)]
+        assert all({layout.tp_rank(rank) for rank in group} == {layout.tp_rank(group[0])} for group in groups)
+        if candidates:
+            assert stride in list_strides(candidates)
+
+
+def chain(layout: ParallelLayout) -> bool:
+    """Whether all degrees of so many ranks can be candidates together."""
+    return all(high % low == 0 for low, high in itertools.pairwise(divisors(layout.num_ranks)))
+
+
+def test_which_strides_there_are():
+    assert list_strides(list_candidate_layouts(ParallelLayout(1, 8))) == [2, 4, 8]
+    assert list_strides(list_candidate_layouts(ParallelLayout(2, 4), [2, 8])) == [4]
+    assert list_strides(list_candidate_layouts(ParallelLayout(1, 8), [1, 2, 4])) == []
+    assert list_strides([ParallelLayout(2, 1)]) == []
+
+
+@pytest.mark.parametrize("stride", [0, -1, 3, 8])
+def test_a_stride_that_splits_a_group_is_refused(stride):
+    with pytest.raises(ValueError, match=f"stride {stride}: must divide the 4 groups of tp=2"):
+        ParallelLayout(2, 4, stride)
+
+
+def test_what_a_switch_does_is_one_of_two():
+    with pytest.raises(AssertionError, match="in one switch"):
+        list_destinations(ParallelLayout(1, 4), ParallelLayout(2, 2, 2), 0)
 
 
 @for_each(NESTED)

@@ -26,6 +26,7 @@ from sglang_pat.memory.plan import (
     make_plan,
 )  # fmt: skip
 from sglang_pat.memory.shapes import Mixture, ModelShape, read_config
+from studies.modelled import MIXTURE_ROOM
 
 from .drawn import examples
 
@@ -138,6 +139,14 @@ def test_gpus_of_80_gb(name, tp, dp, least, most, sleep):
     assert 0.5 < plan.static_fraction < 1
     assert sleep is None or plan.kept / GIB == pytest.approx(sleep, abs=0.05), "docs/gpu.md says so"
     assert all(what in plan.format_table() for what in plan.parts)
+
+
+@pytest.mark.parametrize("name, tp", MIXTURE_ROOM)
+def test_studies_have_the_room_that_is_planned(name, tp):
+    """If not: ``python -m studies.modelled``, and the tables that its profiles lead to."""
+    there = supply("cuda", 80)
+    planned = make_plan(demand(name, tp, 8 // tp, there), there).tokens
+    assert MIXTURE_ROOM[name, tp] == pytest.approx(planned, rel=0.03)
 
 
 def test_an_engine_on_a_cpu_leaves_half_of_the_rest_and_no_large_pool():

@@ -21,6 +21,7 @@ SWITCHED = m.RankSwitched(
 FROM_RANK = [
     m.Prepared(rank=0, epoch=1, seconds=0.5, grammars=[m.Grammar(kind="regex", text="[a-f]+\n×", count=3)]),
     SWITCHED,
+    m.MemoryReleased(rank=1, epoch=2, bytes=2**40, error="×"),
     LOAD,
     m.RankTrace(rank=1, query_id=2, steps=[m.Step(1.5, 0.25, 2, "decode", 3, 4)]),
     m.HoldReport(rank=1, number=3, steps=40, batches=42),

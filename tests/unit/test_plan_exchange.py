@@ -16,11 +16,11 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from sglang_pat.layout import ParallelLayout, exchange_groups
+from sglang_pat.layout import ParallelLayout, exchange_groups, list_destinations
 from sglang_pat.switch import plan
 
 from .drawn import examples
-from .plan_world import Case, cases, heads_of
+from .plan_world import LENDING, LENT, Case, cases, heads_of
 
 pytestmark = pytest.mark.unit
 
@@ -139,6 +139,18 @@ def test_every_value_arrives_once(case):
     for group, requests in enumerate(case.tokens):
         for tokens, dest, i in zip(requests, case.dests[group], itertools.count()):
             assert (case.plans[dest].rows[group][i] is not None) == bool(tokens)
+    check_exchange(case)
+
+
+@examples(400)
+@given(st.one_of(cases(moves=LENDING), cases(roomy=False, moves=LENDING), cases(moves=LENT)))
+def test_ranks_are_lent_and_taken_back(case):
+    """Whoever works has all requests, and what a lent rank has stays as it is."""
+    old, new = case.old, case.new
+    event("tp" if old.tp != new.tp else "lend" if new.stride > old.stride else "take back")
+    for group in old.working:
+        assert set(case.dests[group]) <= set(list_destinations(old, new, group)) <= set(new.working)
+    assert not any(case.plans[leader].total for leader in new.leaders if leader not in new.working)
     check_exchange(case)
 
 

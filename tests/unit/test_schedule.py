@@ -196,6 +196,8 @@ BAD = {
     "negative": ({"tp": 2, "step": -1}, "entry 2: Expected `int` >= 0"),
     "unknown": ({"tp": 2, "left": 3}, "unknown field `left`"),
     "degree": ({"tp": 3}, r"entry 2: tp=3 is not a candidate; choose one of [1, 2, 4]"),
+    "stride": ({"stride": 3}, "entry 2: stride=3: choose one of [2, 4] (--pat-candidates 1,2,4)"),
+    "degree and stride": ({"tp": 2, "stride": 2}, "entry 2: tp and stride in one entry: give one after the other"),
     "hold in the middle": ({"hold": True}, "hold: only the last entry may have it"),
 }
 
@@ -203,9 +205,9 @@ BAD = {
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_entries_get_one_line(kind):
     value, says = BAD[kind]
-    layouts = AdaptiveConfig(base=BASE, policy="schedule").layouts
+    config = AdaptiveConfig(base=BASE, policy="schedule")
     with pytest.raises(ValueError) as error:
-        check([{"tp": 2}, value, {"tp": 4}], layouts)
+        check([{"tp": 2}, value, {"tp": 4}], config)
     assert says in str(error.value) and "\n" not in str(error.value)
 
 

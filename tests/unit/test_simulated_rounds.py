@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_pat.policies.lending import make_lending_policy
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.predict.cost import build_predictors
 from sglang_pat.predict.profile import load
@@ -25,12 +26,14 @@ class Constant:
         return 0.01
 
 
-def simulation(lengths: str, rho: float = 0.0, predictor=None, policy=None, **rules) -> Simulation:
+def simulation(lengths: str, rho: float = 0.0, predictor=None, policy=None, training=None, **rules) -> Simulation:
+    """``training``: more of the engines, for rounds in which ranks are lent."""
     profile = load(PROFILE)
     fits = build_predictors(profile)
     engines = Engines(
-        predictor=predictor or fits[0], costs=fits[1], fingerprint=profile.fingerprint, nodes=1, tp=2, policy=policy
-    )
+        predictor=predictor or fits[0], costs=fits[1], fingerprint=profile.fingerprint, nodes=1, tp=2, policy=policy,
+        **training or {},
+    )  # fmt: skip
     given = {"num_prompts": 8, "num_responses": 4, "eta_prompts": 1.25, "eta_responses": 1.25} | rules
     return Simulation(engines, Rules(**given), parse_shape(lengths), rho, seed=3)
 
@@ -74,6 +77,40 @@ def test_adaptive_tp_on_top():
     assert all(one and one == other for one, other in kept), "the same work"
     assert sum(b.switches for _, b in pairs) >= 8
     assert sum(b.seconds for _, b in pairs) < sum(a.seconds for a, _ in pairs)
+
+
+def test_a_round_in_which_ranks_are_lent():
+    """The same work; less training is left to do, and none is done twice."""
+    profile = load(PROFILE)
+    predictor, costs = build_predictors(profile)
+    policy = make_policy("survival", predictor=predictor, costs=costs)
+    lending = make_lending_policy(predictor, costs, profile.fingerprint.num_ranks, profile.fingerprint.degrees)
+    shape, per_token, each = "body-atom:6.363,0.70,16384,0.02", 1e-3, {"eta_prompts": 1.0, "eta_responses": 1.0}
+    streams = simulation(
+        shape, policy=policy, training={"lending": lending, "seconds_per_token": per_token, "setup": 1.0}, **each
+    )
+    still = simulation(shape, policy=policy, **each)
+    lent = 0
+    for version in range(4):
+        without, found = still.run_round(version), streams.run_round(version)
+        assert sorted(found.summary.kept_lengths) == sorted(without.summary.kept_lengths)
+        seconds = per_token * sum(map(streams.count_training_tokens, found.groups))
+        waiting, training = found.after
+        assert waiting == 0 and found.hidden + training == pytest.approx(seconds)
+        assert 0 <= found.hidden <= max(found.lent - 1.0, 0.0) / 2 + 1e-9 and found.lent < found.seconds
+        assert found.seconds + training <= (without.seconds + seconds) * 1.02
+        lent += found.lent > 0
+    assert lent >= 2
+
+
+def test_rewards_come_after_the_last_token():
+    mine = simulation("lognormal:5,1,4000", predictor=Constant(), eta_prompts=1.0, eta_responses=1.0,
+                      training={"reward_seconds": lambda sample: 7.0 if sample.index == 1 else 0.5,
+                                "seconds_per_token": 1e-9})  # fmt: skip
+    found = mine.run_round(0)
+    assert sorted(took for _, took in found.rewards) == [0.5] * 28 + [7.0] * 4
+    last = max(end + took for end, took in found.rewards) - found.seconds
+    assert found.after[0] == pytest.approx(last, abs=1e-3) and last >= 0.5
 
 
 def make_full_replica(room: float, lengths: list[int]) -> Replica:

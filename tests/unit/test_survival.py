@@ -22,6 +22,7 @@ from sglang_pat.predict.correction import StepFactor
 
 from .drawn import examples
 from .policy_world import crossing, machine, profiles, snapshot, snapshots
+from .profiles_for_tests import decode_points, prefill_points
 
 pytestmark = pytest.mark.unit
 
@@ -220,7 +221,7 @@ def test_step_times_are_the_profiles_times_what_the_run_has_told():
 
 
 def make_plan(**given) -> LayoutPlan:
-    return LayoutPlan(**{"crowded": frozenset(), "recompute_below": {}} | given)
+    return LayoutPlan(**{"crowded": frozenset(), "recompute_below": {}, "course": None} | given)
 
 
 def test_lowering_tp_must_gain_half_of_its_cost_on_top():
@@ -243,6 +244,21 @@ def test_a_layout_is_tried_out_where_little_is_known_of_it():
     assert DECIDE(replace(unknown, factors=told({4: 2.0})), LEARNT).tp == 2, "hopeless"
     dear = policy(crossing(control=2.0))
     assert dear(unknown, LEARNT).tp == 2, "not worth the switch"
+
+
+def test_a_layout_is_not_entered_for_a_moment():
+    """Prompts are computed 0.24 s sooner in tp=2, which an interval of tokens there and a second switch would cost less
+    than.  But whoever goes to tp=2 stays there for a second."""
+    of_token = {1: 7.5e-5, 2: 2.5e-5, 4: 5e-5}  # of a prompt
+    found = crossing(
+        decode=decode_points(lambda tp, *_: 30e-3 / tp, (1, 8, 64, 128), (128, 1024, 8192)),
+        prefill=prefill_points(lambda tp, _, batch, length: batch * length * of_token[tp], (1, 16), (128, 8192)),
+    )
+    begun = snapshot([0] * 64, complete=True)
+    decision = policy(found)(begun, LEARNT)
+    assert decision.tp == 4
+    stayed = (SETTLE_SECONDS / 15e-3) * (15e-3 - 7.5e-3)
+    assert decision.estimates[2] - decision.estimates[4] > stayed - 0.24
 
 
 def test_a_fourth_switch_of_a_round_needs_a_large_gain():

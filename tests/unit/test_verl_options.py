@@ -97,6 +97,23 @@ def test_which_replicas_are_adaptive(made, variable, policy, monkeypatch):
             options.is_adaptive(made, helper=True)
 
 
+def test_a_reward_model_may_stream_layers(tmp_path):
+    made = config(settings={"stream_layers": "auto"})
+    assert not options.is_adaptive(made, helper=True) and options.read_stream_setting(made) == "auto"
+    assert options.read_stream_setting(config(settings={"stream_layers": 12})) == "12"
+    assert options.read_stream_setting(config()) is None
+    line = "rollout.engine_kwargs.sglang_pat.stream_layers is for a reward model or a teacher, must be left out here"
+    with pytest.raises(ValueError, match=line):
+        options.is_adaptive(made, helper=False)
+    with pytest.raises(ValueError, match=r"sglang_pat.stream_layers is '2', must be auto or a number from 3 on"):
+        options.read_stream_setting(config(settings={"stream_layers": 2}))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Llama"], "num_hidden_layers": 8}))
+    with pytest.raises(
+        ValueError, match=r"stream_layers is 9, must be auto or a number from 3 to the model's 8 layers"
+    ):
+        options.read_stream_setting(config(settings={"stream_layers": 9}), str(tmp_path))
+
+
 def test_the_configuration_goes_before_the_variable(monkeypatch):
     monkeypatch.setenv("SGLANG_PAT", "base_tp=2,policy=pat")
     assert options.read_settings(config(settings={"policy": "threshold"})) == {"base_tp": "2", "policy": "threshold"}

@@ -28,6 +28,7 @@ from sglang_pat.acceptance.answers import (
 )  # fmt: skip
 from sglang_pat.acceptance.bench import Bench
 from sglang_pat.acceptance.experts import experts
+from sglang_pat.acceptance.judge import judge
 from sglang_pat.acceptance.linears import views
 from sglang_pat.acceptance.results import Result
 from sglang_pat.memory.machine import GIB
@@ -229,6 +230,7 @@ STEPS: tuple[Callable[[Bench], Result], ...] = (
     move_kv,
     views,
     experts,
+    judge,
     start,
     step_times,
     long_tail,

@@ -44,6 +44,7 @@ def _all_or_error(replies: list[Any]) -> Any:
 _SUCCESS = dict(merge=_merge_success)
 _MEMORY = dict(merge=_all_or_error, needs_base=True, failed=lambda reply: bool(get_error(reply)))
 _WEIGHTS = dict(merge=_merge_success, needs_base=True)
+_NEW_WEIGHTS = dict(_WEIGHTS, takes_back=True)
 
 CONTROLS: dict[type, tuple[type, dict[str, Any]]] = {
     io.FlushCacheReqInput: (io.FlushCacheReqOutput, _SUCCESS),
@@ -65,10 +66,10 @@ CONTROLS: dict[type, tuple[type, dict[str, Any]]] = {
     io.DumperControlReqInput: (io.DumperControlReqOutput, _SUCCESS),
     io.OpenSessionReqInput: (io.OpenSessionReqOutput, {}),
     io.RpcReqInput: (io.RpcReqOutput, _SUCCESS),
-    io.UpdateWeightFromDiskReqInput: (io.UpdateWeightFromDiskReqOutput, _WEIGHTS),
-    io.UpdateWeightsFromTensorReqInput: (io.UpdateWeightsFromTensorReqOutput, _WEIGHTS),
-    io.UpdateWeightsFromDistributedReqInput: (io.UpdateWeightsFromDistributedReqOutput, _WEIGHTS),
-    io.UpdateWeightsFromIPCReqInput: (io.UpdateWeightsFromIPCReqOutput, _WEIGHTS),
+    io.UpdateWeightFromDiskReqInput: (io.UpdateWeightFromDiskReqOutput, _NEW_WEIGHTS),
+    io.UpdateWeightsFromTensorReqInput: (io.UpdateWeightsFromTensorReqOutput, _NEW_WEIGHTS),
+    io.UpdateWeightsFromDistributedReqInput: (io.UpdateWeightsFromDistributedReqOutput, _NEW_WEIGHTS),
+    io.UpdateWeightsFromIPCReqInput: (io.UpdateWeightsFromIPCReqOutput, _NEW_WEIGHTS),
     io.InitWeightsUpdateGroupReqInput: (io.InitWeightsUpdateGroupReqOutput, _WEIGHTS),
     io.DestroyWeightsUpdateGroupReqInput: (io.DestroyWeightsUpdateGroupReqOutput, _WEIGHTS),
     io.InitWeightsSendGroupForRemoteInstanceReqInput: (io.InitWeightsSendGroupForRemoteInstanceReqOutput, _WEIGHTS),
@@ -78,7 +79,12 @@ CONTROLS: dict[type, tuple[type, dict[str, Any]]] = {
     io.ReleaseMemoryOccupationReqInput: (io.ReleaseMemoryOccupationReqOutput, _MEMORY),
     io.ResumeMemoryOccupationReqInput: (io.ResumeMemoryOccupationReqOutput, _MEMORY),
 }
-"""Control requests that are answered: reply type, and the fields of :class:`Control`."""
+"""Control requests that are answered: reply type, and the fields of :class:`Control`.
+
+While ranks are lent: new weights take them back, as whoever has them has trained; what else needs the base layout is
+refused, as its client may not know that a trainer has the memory of some ranks; all others go to lent ranks as well,
+which must be as the others are when they come back.
+"""
 
 SINGLES = (io.TokenizedGenerateReqInput, io.TokenizedEmbeddingReqInput)
 """Requests that go to one leader."""

@@ -79,7 +79,7 @@ class Decisions:
         self.expected_seconds: float | None = None
         self.policy = policy or make_policy(config.policy, switch_at=config.switch_at, max_running=config.max_running)
         self._config, self._leaders, self._outbox = config, leaders, outbox
-        self._degrees, self._num_ranks = tuple(layout.tp for layout in config.layouts), config.num_ranks
+        self._degrees = tuple(layout.tp for layout in config.layouts)
         self.round = RoundTracker(self._degrees if config.policy in DECIDING else (config.base.tp,))
         self._predictor = predictor
         corrects = predictor is not None and not config.profile_as_is
@@ -193,19 +193,20 @@ class Decisions:
         self._outbox.log_decision(snapshot, decision)
         if decision.tp == layout.tp:
             return None
-        target = self._config.layout(decision.tp)
+        target = self._config.layout(decision.tp, layout.stride)
         return WantedSwitch(target, self._config.policy, recompute_below=decision.recompute_below, ahead=ahead)
 
     def make_snapshot(self, layout: ParallelLayout, requests: int, now: float) -> Snapshot:
         """What the policy is shown; ``requests``: in the engine and in the backlog."""
         predicts = self._config.predicts
         # Policies that do not predict do not look at it, and are asked at every event.
-        load = sum_load(self._leaders, layout.leaders) if predicts else NO_LOAD
+        load = sum_load(self._leaders, layout.working) if predicts else NO_LOAD
+        degrees, working = tuple(self._config.list_degrees(layout.stride)), layout.num_ranks // layout.stride
         return Snapshot(
             now=now,
             tp=layout.tp,
-            degrees=self._degrees,
-            num_ranks=self._num_ranks,
+            degrees=degrees,
+            num_ranks=working,
             requests=requests,
             peak=self.round.peak,
             last_arrival=self.round.last,
@@ -215,11 +216,11 @@ class Decisions:
             last_abort=self._last_abort,
             load=load,
             coming=self.round.predict_round_load(now) if predicts and requests else NO_LOAD,
-            start=self.round.start,
+            start=min(self.round.start, degrees[-1]),
             room=self._room(layout) if predicts else {},
             switches=self.round.switches,
             factors=self.factors.get_factors() if self.factors else {},
-            doubts=self.factors.compute_uncertainty(layout.tp, self._num_ranks, load.prompt + load.output)
+            doubts=self.factors.compute_uncertainty(layout.tp, working, load.prompt + load.output)
             if self.factors
             else {},
         )

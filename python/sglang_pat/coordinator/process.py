@@ -96,9 +96,10 @@ class Sockets:
     def record_switch(self, record: messages.SwitchRecord) -> None:
         what = "aborted" if record.error else "done"
         logger.info(
-            "switch %d tp%d -> tp%d %s: pause %.1f ms, %d requests, %d KV tokens, %s%s",
+            "switch %d tp%d -> tp%d %s: pause %.1f ms, %d requests, %d KV tokens, %s%s%s",
             record.epoch, record.from_tp, record.to_tp, what, record.pause_seconds * 1e3, record.requests,
-            record.tokens, record.reason, f" ({record.error})" if record.error else "",
+            record.tokens, record.reason, f", {len(record.lent)} ranks lent" if record.lent else "",
+            f" ({record.error})" if record.error else "",
         )  # fmt: skip
         if self._metrics and record.reason != CALIBRATION:
             self._metrics.observe(record)
@@ -157,6 +158,7 @@ def _decode_rank_message(frames: list[bytes], num_ranks: int) -> tuple[int, Any]
 FROM_SERVER: dict[type, Callable[[Coordinator, Any, float], None]] = {
     messages.StatusQuery: lambda coordinator, query, now: coordinator.handle_status_query(query),
     messages.Reconfigure: Coordinator.reconfigure,
+    messages.LendRanks: Coordinator.lend_ranks,
     messages.BeginRound: Coordinator.handle_round,
     messages.EndRound: Coordinator.handle_round,
     messages.CalibrationTurn: Coordinator.calibrate,

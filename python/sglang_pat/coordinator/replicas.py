@@ -95,11 +95,12 @@ class Leader:
         self.tokens = report.tokens + tokens
         self.known = len(report.requests) == report.running + report.waiting
 
-    def make_report_after_switch(self, reply: m.RankSwitched, tp: int) -> m.LoadReport:
-        """What it would report right after a switch to degree ``tp``, by its account of it."""
+    def make_report_after_switch(self, reply: m.RankSwitched, layout: ParallelLayout) -> m.LoadReport:
+        """What it would report right after a switch to ``layout``, by its account of it."""
         return m.LoadReport(
             rank=reply.rank,
-            tp=tp,
+            tp=layout.tp,
+            stride=layout.stride,
             received=self.sent,
             running=reply.migrated,
             waiting=reply.requests_out - reply.migrated,
@@ -130,6 +131,11 @@ class Leader:
         fields = ("running", "waiting", "tokens", "kv_used", "kv_total", "weight_updates")
         report = {name: getattr(self.report, name) if self.report else 0 for name in fields}
         return {"in_flight": self.in_flight} | report
+
+
+def is_report_of(report: m.LoadReport, layout: ParallelLayout) -> bool:
+    """Whether the replica worked in ``layout`` when it reported."""
+    return (report.tp, report.stride) == (layout.tp, layout.stride)
 
 
 def sum_load(leaders: Mapping[int, Leader], ranks: Iterable[int]) -> Load:
@@ -174,14 +180,14 @@ class PrefixPlaces:
         fuller.
 
         Args:
-            layout: the one in force, whose ``leaders`` these are, by rank.
+            layout: the one in force; those of ``leaders`` that work in it are chosen from.
             response: tokens that a response is expected to have.
         """
-        least = min(layout.leaders, key=lambda rank: leaders[rank].cost)
+        least = min(layout.working, key=lambda rank: leaders[rank].cost)
         if request.family is None:
             return least
         # A merged replica has what its parts had.
-        has = layout.group_of(self._last.pop(request.family, least))
+        has = layout.get_working_group(self._last.pop(request.family, least))
         fuller = leaders[has].requests - leaders[least].requests
         chosen = has if fuller <= compute_allowed_lead(request.tokens - request.generated, response) else least
         self._last[request.family] = chosen
@@ -207,7 +213,7 @@ def forecast_switch(
     running = {rank: report.running if report else 0 for rank, report in reports.items()}
     tokens = {rank: report.tokens if report else 0 for rank, report in reports.items()}
     parked = lost = 0
-    for leader in new.leaders:
+    for leader in new.working:
         decoding, held = (
             _compute_amount_after(running, old, new, leader),
             _compute_amount_after(tokens, old, new, leader),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ import msgspec
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.decisions import Decisions
-from sglang_pat.coordinator.replicas import Generation, Leader, Outbox, PrefixPlaces
+from sglang_pat.coordinator.replicas import Generation, Leader, Outbox, PrefixPlaces, is_report_of
 from sglang_pat.coordinator.schedule import Schedule
 from sglang_pat.coordinator.switching import Switching, Traffic
 from sglang_pat.figures import Account
@@ -38,6 +38,7 @@ class Control:
         failed: whether such a reply says that nothing was done.
         refusal: makes such a reply, of a reason.
         needs_base: only the base layout can do it (weights, memory).
+        takes_back: of these, ranks that are lent come back for it; else it is refused then.
         pauses: True stops generation, False lets it go on.
         releases, resumes: memory it gives away and takes back, by SGLang's tags; ``changes``: of these, what was not so
             before.
@@ -49,6 +50,7 @@ class Control:
     failed: Callable[[Any], bool] = lambda reply: False
     refusal: Callable[[str], Any] = lambda reason: None
     needs_base: bool = False
+    takes_back: bool = False
     pauses: bool | None = None
     releases: frozenset[str] = frozenset()
     resumes: frozenset[str] = frozenset()
@@ -155,6 +157,12 @@ class Coordinator:
         if self._switching.wanted is not None:
             self._advance(now)
 
+    def lend_ranks(self, query: m.LendRanks, now: float) -> None:
+        """``POST /pat/lend_ranks`` and ``/pat/take_back_ranks``."""
+        self._switching.lend_ranks(query, self._released)
+        if self._switching.wanted is not None:
+            self._advance(now)
+
     def handle_round(self, message: m.BeginRound | m.EndRound, now: float) -> None:
         """A client's round begins or ends."""
         self._decisions.round.update_announced_round(message, now)
@@ -170,15 +178,16 @@ class Coordinator:
 
     def handle_status_query(self, query: m.StatusQuery) -> None:
         """``GET /pat/status``."""
-        leaders = {rank: self._leaders[rank] for rank in self.layout.leaders}
+        leaders = {rank: self._leaders[rank] for rank in self.layout.working}
         groups = [{"leader": r, "ranks": self.layout.group(r), **leader.get_status()} for r, leader in leaders.items()]
         status = {
-            "layout": asdict(self.layout),
-            "base": asdict(self.config.base),
-            "candidates": [asdict(layout) for layout in self.config.layouts],
+            "layout": self.layout.as_dict(),
+            "lent": self.layout.lent,
+            "base": self.config.base.as_dict(),
+            "candidates": [layout.as_dict() for layout in self.config.layouts],
             "policy": self.config.policy,
             "switching": self._switching.under_way is not None,
-            "target": asdict(self._switching.under_way.target) if self._switching.under_way else None,
+            "target": self._switching.under_way.target.as_dict() if self._switching.under_way else None,
             "requests": self._in_engine + self._held_requests,
             "expected_seconds": self._decisions.expected_seconds if self._in_engine else 0.0,
             "rounds": self._decisions.round.get_status(),
@@ -215,6 +224,8 @@ class Coordinator:
             self._load_report(message, now)
         elif isinstance(message, m.RankTrace):
             self._handle_trace_answer(message)
+        elif isinstance(message, m.MemoryReleased):
+            self._switching.record_release(message)
         elif isinstance(message, m.HoldReport):
             self._schedule.record_hold(message)
         else:
@@ -249,7 +260,7 @@ class Coordinator:
             self._schedule.record_response_end(response.length)
             self._decisions.record_response_end(response, now)
             self._outbox.log_response(response)
-        if report.rank in self._leaders and report.tp == self.layout.tp:
+        if report.rank in self._leaders and is_report_of(report, self.layout):
             self._leaders[report.rank].apply_report(report)
             self._decisions.record_decode_steps(report, self.layout, now)
             self._count_requests()
@@ -277,6 +288,10 @@ class Coordinator:
         while self._backlog and not self._switching.holds_requests:
             head = self._backlog[0]
             if isinstance(head, Control) and head.needs_base and not self._switching.at_base:
+                if self._switching.lends and not head.takes_back:
+                    self._backlog.popleft()
+                    self._refuse(head)
+                    continue
                 self._switching.want_base()
                 break
             event = self._backlog.popleft()
@@ -307,6 +322,13 @@ class Coordinator:
         self._replies.expect(event, self.layout.dp)
         for rank in self.layout.leaders:
             self._outbox.send_to_leader(rank, event.obj)
+
+    def _refuse(self, control: Control) -> None:
+        """Answer a control request that needs all ranks and does not take lent ones back."""
+        ranks = ", ".join(map(str, self.layout.lent))
+        self._outbox.send_to_server(
+            control.refusal(f"ranks {ranks} are lent; take them back first (POST /pat/take_back_ranks)")
+        )
 
     def _refuse_controls(self, reason: str) -> None:
         """Answer all that wait for the base layout; those that come later try anew."""

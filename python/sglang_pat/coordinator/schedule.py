@@ -15,15 +15,16 @@ from typing import Any
 import msgspec
 
 from sglang_pat import messages as m
+from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.replicas import Generation, Leader, Outbox
-from sglang_pat.layout import ParallelLayout
+from sglang_pat.layout import ParallelLayout, list_destinations
 
 EXAMPLE = '{"tp": 2, "step": 40}'
 
 
-def check(values: Iterable[Any], layouts: Iterable[ParallelLayout]) -> list[m.ScheduleEntry]:
+def check(values: Iterable[Any], config: AdaptiveConfig) -> list[m.ScheduleEntry]:
     """Entries from plain values; raises ValueError, one line that names the entry and what is wrong with it."""
-    degrees = [layout.tp for layout in layouts]
+    degrees = config.list_degrees()
     entries: list[m.ScheduleEntry] = []
     for number, value in enumerate(values, 1):
         try:
@@ -32,6 +33,11 @@ def check(values: Iterable[Any], layouts: Iterable[ParallelLayout]) -> list[m.Sc
             raise ValueError(f"entry {number}: {error} (an entry looks like {EXAMPLE})") from None
         if entry.tp not in (None, *degrees):
             raise ValueError(f"entry {number}: tp={entry.tp} is not a candidate; choose one of {degrees}")
+        if entry.stride not in (None, 1):
+            try:
+                config.check_stride(entry.stride)
+            except ValueError as error:
+                raise ValueError(f"entry {number}: {error}") from None
         entries.append(entry)
     if any(entry.hold for entry in entries[:-1]):
         raise ValueError("hold: only the last entry may have it")
@@ -141,7 +147,8 @@ class Schedule:
             return
         before, self._replicas = self._replicas, {}
         for leader in new.leaders:
-            came = [before[old.group_of(rank)] for rank in new.group(leader)]
+            came = [before[group] for group in old.leaders if leader in list_destinations(old, new, group)]
+            came = came or [before[old.group_of(leader)]]  # it is lent
             steps, batches = max(r.steps for r in came), max(r.batches for r in came)
             self._replicas[leader] = _Replica(held=True, steps=steps, batches=batches)
 

@@ -17,10 +17,10 @@ import msgspec
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.decisions import CALIBRATION, Decisions, WantedSwitch
-from sglang_pat.coordinator.replicas import Leader, Outbox, forecast_switch
+from sglang_pat.coordinator.replicas import Leader, Outbox, forecast_switch, is_report_of
 from sglang_pat.coordinator.schedule import Schedule
 from sglang_pat.figures import Account
-from sglang_pat.layout import ParallelLayout
+from sglang_pat.layout import ParallelLayout, list_destinations
 
 BASE_ATTEMPTS = 3
 """Attempts to get back to the base layout for a control request before it is answered with the error; after the first
@@ -50,6 +50,7 @@ class ActiveSwitch:
     """A switch under way.
 
     Attributes:
+        target: what it leads to; perhaps only on the way to what is wanted.
         commanded: decoding may have stopped already: what arrives waits.
         compiling: the current command is the second part of the preparation.
         prepared: answers to PREPARE, or to its second part, by rank.
@@ -59,6 +60,7 @@ class ActiveSwitch:
 
     wanted: WantedSwitch
     source: ParallelLayout
+    target: ParallelLayout
     epoch: int
     started: float
     commanded: bool = False
@@ -67,10 +69,6 @@ class ActiveSwitch:
     prepared: dict[int, m.Prepared] = field(default_factory=dict)
     reports: dict[int, m.RankSwitched] = field(default_factory=dict)
     early: dict[int, m.LoadReport] = field(default_factory=dict)
-
-    @property
-    def target(self) -> ParallelLayout:
-        return self.wanted.target
 
 
 class Switching:
@@ -104,11 +102,21 @@ class Switching:
         self._config, self._leaders, self._outbox = config, leaders, outbox
         self._decisions, self._schedule, self._account = decisions, schedule, account
         self._epoch = self._base_attempts = 0
+        self._given: dict[int, m.MemoryReleased] = {}
+        """The last that each rank has said of its memory."""
+        self._lending: tuple[int, m.SwitchRecord, set[int]] | None = None
+        """The query that has lent ranks and is answered when they have given their memory away: its number, the record
+        of its switch, and these ranks."""
 
     @property
     def at_base(self) -> bool:
         """Whether the base layout is in force, and stays so."""
         return self.under_way is None and self.layout == self._config.base
+
+    @property
+    def lends(self) -> bool:
+        """Whether ranks are lent, and stay so."""
+        return self.under_way is None and self.layout.stride > 1
 
     @property
     def holds_requests(self) -> bool:
@@ -124,14 +132,14 @@ class Switching:
 
     def want_base(self) -> None:
         """A control request needs the base layout."""
-        if self.under_way is None:
+        if self.under_way is None and (self.wanted is None or self.wanted.query_id is None):
             again = m.NO_KV if self._base_attempts else 0
             self.wanted = WantedSwitch(self._config.base, "control", recompute_below=again)
 
     def reconfigure(self, query: m.Reconfigure, released: frozenset[str]) -> None:
         """``POST /pat/reconfigure``: answered when the switch is over, or at once with what it would do."""
         try:
-            target = self._config.layout(query.tp)
+            target = self._config.layout(query.tp, self.layout.stride)
         except ValueError as error:
             return self._reply(query.query_id, 400, str(error))
         if query.dry_run:
@@ -145,6 +153,28 @@ class Switching:
             what = ", ".join(sorted(released))
             return self._reply(query.query_id, 409, f"memory is released ({what}); resume it first")
         self.wanted = WantedSwitch(target, CALIBRATION if self._decisions.calibrating else "request", query.query_id)
+
+    def lend_ranks(self, query: m.LendRanks, released: frozenset[str]) -> None:
+        """``POST /pat/lend_ranks`` and ``/pat/take_back_ranks``: answered when the switch is over, or at once."""
+        try:
+            if query.stride != 1:
+                self._config.check_stride(query.stride)
+        except ValueError as error:
+            return self._reply(query.query_id, 400, str(error))
+        if self.under_way or self.wanted or self._decisions.calibrating:
+            return self._reply(query.query_id, 409, "a switch is under way; try again when it is over")
+        if query.stride == self.layout.stride:
+            return self._reply(query.query_id, 200, f"already in {self.layout}")
+        if released:
+            what = ", ".join(sorted(released))
+            return self._reply(query.query_id, 409, f"memory is released ({what}); resume it first")
+        reason = "lend" if query.stride > self.layout.stride else "take back"
+        self.wanted = WantedSwitch(self._choose_lent(query.stride), reason, query.query_id)
+
+    def _choose_lent(self, stride: int) -> ParallelLayout:
+        """The layout with this stride, of the degree in force, or the highest one for which enough ranks are left."""
+        tp = max(degree for degree in self._config.list_degrees(stride) if degree <= self.layout.tp)
+        return self._config.layout(tp, stride)
 
     def decide(self, traffic: Traffic, now: float, ahead: bool = False) -> None:
         """Ask the policy, if a switch may start now and the policy is due."""
@@ -160,8 +190,11 @@ class Switching:
             entry = self._schedule.advance(self.layout)
             if entry is None:
                 return
-            if entry.tp not in (None, self.layout.tp):
-                self.wanted = WantedSwitch(self._config.layout(entry.tp), "schedule")
+            if entry.stride not in (None, self.layout.stride):
+                self.wanted = WantedSwitch(self._choose_lent(entry.stride), "schedule")
+            elif entry.tp not in (None, self.layout.tp):
+                stays = self.layout.stride if entry.tp in self._config.list_degrees(self.layout.stride) else 1
+                self.wanted = WantedSwitch(self._config.layout(entry.tp, stays), "schedule")
             else:
                 self._schedule.complete_entry(None)
 
@@ -181,9 +214,24 @@ class Switching:
 
     def _prepare(self, wanted: WantedSwitch, now: float) -> None:
         self._epoch += 1
-        self.under_way = ActiveSwitch(wanted, self.layout, self._epoch, now)
-        command = m.Prepare(epoch=self._epoch, tp=wanted.target.tp, recompute_below=wanted.recompute_below)
-        self._send(command)
+        target = self._choose_step(wanted.target)
+        self.under_way = ActiveSwitch(wanted, self.layout, target, self._epoch, now)
+        self._send(m.Prepare(**self._make_command(self.under_way)))
+
+    def _choose_step(self, goal: ParallelLayout) -> ParallelLayout:
+        """What the next switch on the way to ``goal`` leads to: it changes the degree, or the stride."""
+        here = self.layout
+        if here.tp == goal.tp or here.stride == goal.stride:
+            return goal
+        return here.with_stride(goal.stride) if goal.stride < here.stride else here.with_tp(goal.tp)
+
+    @staticmethod
+    def _make_command(switch: ActiveSwitch) -> dict[str, Any]:
+        """Fields of ``Prepare`` and of ``Switch``."""
+        target = switch.target
+        return dict(
+            epoch=switch.epoch, tp=target.tp, stride=target.stride, recompute_below=switch.wanted.recompute_below
+        )
 
     @property
     def _prepared(self) -> bool:
@@ -194,7 +242,7 @@ class Switching:
     def _command(self) -> None:
         switch = self._switch
         switch.commanded = True
-        self._send(m.Switch(epoch=switch.epoch, tp=switch.target.tp, recompute_below=switch.wanted.recompute_below))
+        self._send(m.Switch(**self._make_command(switch)))
 
     def _send(self, command: m.Prepare | m.Switch | m.Cancel) -> None:
         for rank in self._switch.source.leaders:
@@ -209,7 +257,7 @@ class Switching:
 
     def keep_early_report(self, report: m.LoadReport) -> None:
         """Of a rank that is ahead of others.  Ranks report on a change only: dropped, this one might not come again."""
-        if self._commanded and report.tp == self._switch.target.tp:
+        if self._commanded and is_report_of(report, self._switch.target):
             self._switch.early[report.rank] = report
 
     def handle_answer(self, message: m.Prepared | m.RankSwitched, now: float) -> str:
@@ -246,7 +294,8 @@ class Switching:
         for rank in switch.source.leaders:
             counts: Counter[tuple[str, str]] = Counter()
             for other, grammars in named.items():
-                if other != rank and switch.target.group_of(other) == switch.target.group_of(rank):
+                dests = list_destinations(switch.source, switch.target, other)
+                if other != rank and switch.target.group_of(rank) in dests:
                     counts.update({(grammar.kind, grammar.text): grammar.count for grammar in grammars})
             wanted = [m.Grammar(kind=kind, text=text, count=count) for (kind, text), count in counts.items()]
             self._outbox.send_to_leader(rank, m.Compile(epoch=switch.epoch, grammars=wanted))
@@ -281,6 +330,7 @@ class Switching:
             to_tp=switch.target.tp,
             reason=switch.wanted.reason,
             started=switch.started,
+            lent=switch.target.lent,
             error=error,
             **nothing | totals,
         )
@@ -298,19 +348,44 @@ class Switching:
             self._decisions.record_switch(now)
         if gave_up or not record.error:
             self._base_attempts = 0
+        if not record.error and self.layout != switch.wanted.target:
+            if switch.wanted.reason != "control":  # for which it is wanted again
+                self.wanted = switch.wanted
+            return ""  # the first of two steps
         if record.reason == "schedule":
             self._schedule.complete_entry(record)
-        if switch.wanted.query_id is not None:
-            code = 500 if record.error else 200
-            self._reply(switch.wanted.query_id, code, record.error, msgspec.to_builtins(record))
+        query_id, newly_lent = switch.wanted.query_id, set(switch.target.lent) - set(switch.source.lent)
+        if query_id is not None and newly_lent and not record.error:
+            self._lending = query_id, record, newly_lent
+            self._answer_when_given()
+        elif query_id is not None:
+            self._reply(query_id, 500 if record.error else 200, record.error, msgspec.to_builtins(record))
         return record.error if gave_up else ""
+
+    def record_release(self, message: m.MemoryReleased) -> None:
+        """A rank that was lent has given its memory away, or could not."""
+        self._given[message.rank] = message
+        self._answer_when_given()
+
+    def _answer_when_given(self) -> None:
+        """To whoever has lent ranks: their memory is free only then."""
+        if self._lending is None:
+            return
+        query_id, record, ranks = self._lending
+        given = [message for rank in ranks if (message := self._given.get(rank)) and message.epoch == record.epoch]
+        if len(given) < len(ranks):
+            return
+        self._lending = None
+        error = "; ".join(message.error for message in given if message.error)
+        answer = msgspec.to_builtins(record) | {"released_bytes": sum(message.bytes for message in given)}
+        self._reply(query_id, 500 if error else 200, error and f"ranks are lent, but {error}", answer)
 
     def _enter_layout(self, switch: ActiveSwitch) -> None:
         """The new leaders' load: what they have reported already, or else what they were handed."""
         self.layout = switch.target
         for rank in self.layout.leaders:
             leader, reply = self._leaders[rank], switch.reports[rank]
-            leader.apply_report(switch.early.get(rank) or leader.make_report_after_switch(reply, self.layout.tp))
+            leader.apply_report(switch.early.get(rank) or leader.make_report_after_switch(reply, self.layout))
 
     def _reply(self, query_id: int, code: int, message: str, record: dict[str, Any] | None = None) -> None:
         self._outbox.send_to_server(m.ReconfigureReply(query_id=query_id, code=code, message=message, record=record))

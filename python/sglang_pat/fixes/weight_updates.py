@@ -10,11 +10,11 @@ Upstream: ``docs/upstream/update_as_a_whole.md``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
 from sglang_pat.errors import format_one_line
 from sglang_pat.fixes.shared_memory import open_with_retry
+from sglang_pat.fixes.trainer_names import Loader, TrainerNames, Weights, accept_trainer_names
 from sglang_pat.rank.shards import ShardSpec
 from sglang_pat.rank.weights import list_checkpoint_parts, make_shard_specs
 
@@ -43,25 +44,19 @@ NOT_FLUSHED = (
 BROKEN_OFF = "weight update broken off, some of the weights are new: send all of them again"
 
 
-class Loader(Protocol):
-    """What every model of SGLang has, and ``torch.nn.Module`` does not declare."""
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object: ...
-
-
 class ExpectedWeights:
-    """The tensors that a model takes in an update: names and shapes as in its checkpoint.
+    """The tensors that a model takes in an update: names and shapes as in its checkpoint, or as trainers have them.
 
     The model's own ``load_weights`` says to which parameter a name leads, and :class:`ShardSpec` how large the whole
     tensor is there.
 
     Args:
         model: one without memory, for this use alone (:func:`sglang_pat.rank.weights.build_model`).
-        names: of all tensors in the checkpoint, asked for when the model passes over one.
+        read: the shapes of all tensors in the checkpoint, asked for when one does not fit the model.
     """
 
-    def __init__(self, model: torch.nn.Module, names: Callable[[], Set[str]] = frozenset) -> None:
-        self._model, self._names = cast("Loader", model), names
+    def __init__(self, model: torch.nn.Module, read: Callable[[], Mapping[str, tuple[int, ...]]] = dict) -> None:
+        self._model, self._read, self._names = cast("Loader", model), read, TrainerNames(model)
         config = getattr(model, "config", None)  # SGLang's GPT-J keeps none
         self._tied = bool(getattr(config, "tie_word_embeddings", False))
         self._own = {name: tuple(param.shape) for name, param in model.named_parameters()}
@@ -81,14 +76,25 @@ class ExpectedWeights:
             tensors: name and shape of each.
             load_format: of the request; ``direct``: names and shapes of this rank's own parameters.
         """
-        given = [(name, tuple(shape)) for name, shape in tensors]
-        if load_format != "direct" and (new := [one for one in given if one not in self._fitting]):
+        if load_format == "direct":
+            problems = (self._find_own_mismatch(name, tuple(shape)) for name, shape in tensors)
+        else:
+            problems = self._find_mismatches((name, torch.empty(shape, device="meta")) for name, shape in tensors)
+        problem = next((one for one in problems if one is not None), None)
+        return None if problem is None else f"{REFUSED}: {problem}"
+
+    def _find_mismatches(self, tensors: Weights) -> Iterator[str | None]:
+        given: list[tuple[str, tuple[int, ...]]] = []
+        misfit = None
+        try:
+            for name, tensor in self._names.translate(tensors):
+                given.append((name, tuple(tensor.shape)))
+        except ValueError as error:  # what came before it may not fit either
+            misfit = str(error)
+        if new := [one for one in given if one not in self._fitting]:
             self._note_fitting(new)
-        for name, shape in given:
-            found = (self._find_own_mismatch if load_format == "direct" else self._find_mismatch)(name, shape)
-            if found is not None:
-                return f"{REFUSED}: {found}"
-        return None
+        yield from (self._find_mismatch(name, shape) for name, shape in given)
+        yield misfit
 
     def _note_fitting(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> None:
         """Note which of them fit, as far as one call of the model tells: it walks all of its parameters in each call,
@@ -124,11 +130,10 @@ class ExpectedWeights:
         except KeyError:
             pass  # how some models say that they have no such parameter
         if not self._calls:
-            fused = name.endswith((".experts.gate_up_proj", ".experts.down_proj"))  # as transformers has them in memory
-            whose = "the checkpoint's" + ", with each expert by itself" * fused
-            return None if self._is_ignored(name) else _describe_unknown(name, whose)
+            return None if self._is_ignored(name) else _describe_unknown(name, "the checkpoint's")
         for loaded, whole in self._calls:
-            if tuple(loaded.shape) != whole:
+            # On a CPU, SGLang makes layers wider than the checkpoint's if kernels want that.
+            if tuple(loaded.shape) != whole and self._read().get(name) != shape:
                 return _describe_wrong_shape(name, loaded.shape, whole)
         self._fitting.add((name, shape))
         return None
@@ -141,7 +146,7 @@ class ExpectedWeights:
     def _is_ignored(self, name: str) -> bool:
         """Whether SGLang passes over this name, and rightly: trainers send all of a checkpoint, and tied heads.  An
         expert that it does not know would stay as it is."""
-        return (self._tied and name.endswith("lm_head.weight")) or (".experts." not in name and name in self._names())
+        return (self._tied and name.endswith("lm_head.weight")) or (".experts." not in name and name in self._read())
 
     def _record_load(
         self,
@@ -176,13 +181,13 @@ class ExpectedWeights:
 
 
 @cache
-def read_checkpoint_names(folder: str) -> frozenset[str]:
-    """Names of all tensors in the safetensors files of a folder; none where there are no such files."""
-    found: set[str] = set()
+def read_checkpoint_shapes(folder: str) -> dict[str, tuple[int, ...]]:
+    """Of all tensors in the safetensors files of a folder; of none where there are no such files."""
+    found: dict[str, tuple[int, ...]] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, "pt") as file:  # reads the header
-            found.update(file.keys())
-    return frozenset(found)
+            found.update((name, tuple(file.get_slice(name).get_shape())) for name in file.keys())
+    return found
 
 
 def _describe_unknown(name: str, whose: str) -> str:
@@ -235,7 +240,7 @@ class Receiver:
         self.problem: str | None = None
         self.loaded = False
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Weights) -> None:
         """Raises ValueError: they do not fit; over IPC whoever sends buckets is told, and sends no more."""
         given = list(weights)
         self.problem = self.problem or self._expected.find_problem((name, tensor.shape) for name, tensor in given)
@@ -261,9 +266,10 @@ class WholeUpdatesTpModelWorker(TpModelWorker):
     rank: int
 
     def expect(self, empty: torch.nn.Module) -> None:
-        """Updates must fit ``empty``, a model without memory."""
+        """Updates must fit ``empty``, a model without memory; trainers' names are theirs or the checkpoint's."""
+        accept_trainer_names(self.model_runner.model)
         self.expected = ExpectedWeights(
-            empty, partial(read_checkpoint_names, self.model_runner.model_config.model_path)
+            empty, partial(read_checkpoint_shapes, self.model_runner.model_config.model_path)
         )
 
     def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> tuple[bool, str]:

@@ -139,10 +139,12 @@ class ModelShape:
 
     def parameters(self, tp: int = 1) -> int:
         """Parameters that one rank holds."""
-        queries, kv = self.heads // tp * self.head_dim, self.local_kv_heads(tp) * self.head_dim
-        layer = 2 * (queries + kv) * self.hidden + self._count_mlp_parameters(tp)
         tables = self.padded_vocab // tp * self.hidden * (1 if self.tied else 2)
-        return self.layers * layer + tables
+        return self.layers * self._count_layer_parameters(tp) + tables
+
+    def _count_layer_parameters(self, tp: int) -> int:
+        queries, kv = self.heads // tp * self.head_dim, self.local_kv_heads(tp) * self.head_dim
+        return 2 * (queries + kv) * self.hidden + self._count_mlp_parameters(tp)
 
     def _count_mlp_parameters(self, tp: int) -> int:
         if self.mixture is None:
@@ -165,6 +167,10 @@ class ModelShape:
         """Numbers of the largest parameter, whole: the embedding, or gate and up of all experts."""
         experts = 0 if self.mixture is None else self.mixture.experts * 2 * self.mixture.width
         return max(self.padded_vocab, experts) * self.hidden
+
+    def layer_bytes(self, tp: int) -> int:
+        """Of one layer's weights on one rank."""
+        return self._count_layer_parameters(tp) * self.item
 
     def weight_bytes(self, tp: int) -> int:
         """Of one rank."""

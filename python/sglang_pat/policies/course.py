@@ -8,6 +8,7 @@ import numpy as np
 
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.prompts import count_prompts_to_compute, count_shared_tokens
+from sglang_pat.policies.rules import SETTLE_SECONDS
 from sglang_pat.policies.snapshot import Load, Snapshot
 from sglang_pat.predict.correction import CorrectedPredictor
 from sglang_pat.predict.cost import SwitchCosts
@@ -92,17 +93,51 @@ def _group_requests(output: np.ndarray, left: np.ndarray, prompt: np.ndarray) ->
 
 
 @dataclass(frozen=True, kw_only=True)
+class Course:
+    """The layouts of least expected time from any interval and layout on.
+
+    Attributes:
+        degrees: in the order of the arrays.
+        running: expected seconds of each interval in each layout, ``[degrees, intervals]``.
+        switching: expected seconds of a switch at the start of each interval, ``[intervals, from, to]``.
+        choice: number of the degree that is held in an interval, by the one before, ``[intervals, from]``.
+        to_go: expected seconds from the start of an interval to the end of the batch, by the degree in force before it,
+            ``[intervals + 1, from]``; 0 at the end.
+    """
+
+    degrees: tuple[int, ...]
+    running: np.ndarray
+    switching: np.ndarray
+    choice: np.ndarray
+    to_go: np.ndarray
+
+    def follow(self, start: int, tp: int) -> tuple[np.ndarray, np.ndarray]:
+        """From the start of interval ``start``, where ``tp`` is in force: expected seconds up to the start of each
+        later one and to the end, and the degree in force there, ``[intervals - start + 1]`` each; both begin with now.
+        """
+        here = self.degrees.index(tp)
+        seconds, held = [0.0], [tp]
+        for step in range(start, len(self.choice)):
+            there = int(self.choice[step, here])
+            seconds.append(seconds[-1] + float(self.switching[step, here, there] + self.running[there, step]))
+            here = there
+            held.append(self.degrees[here])
+        return np.array(seconds), np.array(held)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayoutPlan:
     """Expected seconds until the batch is done.
 
     Attributes:
         by_degree: when that layout is taken now (the cost of the switch to it included) and the best course is held
-            from the next interval on.
+            from the next interval on.  After a switch tp is not raised again for :data:`~rules.SETTLE_SECONDS`.
         kept: when that layout is taken now, without the cost of the switch, and kept to the end.
         crowded: degrees in which requests would then wait for others.
         now: cost of a switch to each other degree, seconds.
         saving: share of the present step time that each degree would save.
         recompute_below: of these switches.
+        course: what ``by_degree`` follows from; prefill is not in it.
     """
 
     by_degree: dict[int, float]
@@ -111,6 +146,7 @@ class LayoutPlan:
     now: dict[int, float]
     saving: dict[int, float]
     recompute_below: dict[int, int]
+    course: Course
 
 
 class LayoutPlanner:
@@ -135,17 +171,24 @@ class LayoutPlanner:
             [self._estimate_seconds(predictor, snapshot, outlook, tp, batches[tp], most[tp]) for tp in degrees]
         )
         switching, now, below = self._estimate_switches(snapshot, outlook)
-        totals = np.zeros((len(degrees), len(degrees)))  # [from, to]
-        for step in range(len(outlook.width) - 1, -1, -1):
-            totals = switching[step] + running[:, step] + totals.min(axis=1)
+        course = _find_course(degrees, running, switching)
+        # Whoever switches now may not raise tp again so soon, by the clock of the layout that is entered.
+        passed = (np.cumsum(running, axis=1) - running)[:, :, None, None]  # [entered, intervals, 1, 1]
+        moves = np.where(np.less.outer(degrees, degrees) & (passed < SETTLE_SECONDS), np.inf, switching)
+        rest = np.zeros((len(degrees), len(degrees)))  # seconds from the next interval on, [entered, degree before it]
+        for step in range(len(outlook.width) - 1, 0, -1):
+            rest = (moves[:, step] + running[:, step] + rest[:, None]).min(axis=2)
+        after = np.where(np.arange(len(degrees)) == here, course.to_go[1], rest.diagonal())
+        totals = switching[0, here] + running[:, 0] + after
         prefill = np.array([self.estimate_prefill(snapshot, outlook, tp) for tp in degrees])
         return LayoutPlan(
-            by_degree=dict(zip(degrees, (totals[here] + prefill).tolist(), strict=True)),
+            by_degree=dict(zip(degrees, (totals + prefill).tolist(), strict=True)),
             kept=dict(zip(degrees, (running.sum(axis=1) + prefill).tolist(), strict=True)),
             crowded=frozenset(tp for tp in degrees if np.any(batches[tp] > most[tp])),
             now=now,
             saving=dict(zip(degrees, (1 - running[:, 0] / running[here, 0]).tolist(), strict=True)),
             recompute_below=below,
+            course=course,
         )
 
     def estimate_prefill(self, snapshot: Snapshot, outlook: Outlook, tp: int) -> float:
@@ -226,6 +269,17 @@ class LayoutPlanner:
             cost = self.costs.estimate(source, target, lengths)
             self._typical[source, target] = cost.seconds - cost.state_seconds, cost.state_seconds / lengths.sum()
         return self._typical[source, target]
+
+
+def _find_course(degrees: tuple[int, ...], running: np.ndarray, switching: np.ndarray) -> Course:
+    """Backward induction; ``running`` and ``switching`` as in :class:`Course`."""
+    intervals = running.shape[1]
+    to_go = np.zeros((intervals + 1, len(degrees)))
+    choice = np.zeros((intervals, len(degrees)), dtype=np.int64)
+    for step in range(intervals - 1, -1, -1):
+        totals = switching[step] + running[:, step] + to_go[step + 1]  # [from, to]
+        choice[step], to_go[step] = totals.argmin(axis=1), totals.min(axis=1)
+    return Course(degrees=degrees, running=running, switching=switching, choice=choice, to_go=to_go)
 
 
 def _compute_share_after(snapshot: Snapshot, tp: int) -> float:

@@ -13,7 +13,7 @@ and imbalance are in them, and the choice is made per request: the k shortest ar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import nnls
@@ -123,6 +123,28 @@ class SwitchCosts:
         control = fit.fixed + fit.per_request * lengths.size + self._estimate_drain_seconds(from_tp, lengths)
         state, below = self._estimate_state_seconds(fit, to_tp, lengths) if lengths.size else (0.0, 0)
         return SwitchCost(seconds=control + state + fit.reshard, state_seconds=state, recompute_below=below)
+
+    def estimate_lending(self, tp: int, lengths: np.ndarray | tuple[()] = ()) -> SwitchCost:
+        """Cost of lending every second replica of degree ``tp``, or of taking it back: half of the requests move whole.
+
+        Not measured in a profile.  Control is that of a switch to the next degree.  KV: of each pair of ranks one has
+        it and the other gets it, twice a rank's part in an exchange in which all KV changes rank and all send.
+
+        Args:
+            lengths: KV tokens of all live requests of the engine, ``[requests]``.
+        """
+        others = [pair[1] for pair in self._fits if pair[0] == tp]
+        if not others:
+            raise ProfileError(f"the profile has no switch from tp={tp}: a lending cannot be estimated from it")
+        other = min(others, key=lambda degree: (degree < tp, abs(degree - tp)))
+        fit = self.fit(tp, other)
+        lengths = np.sort(np.asarray(lengths, dtype=float))
+        control = fit.fixed + fit.per_request * lengths.size + self._estimate_drain_seconds(tp, lengths)
+        moved = lengths[1::2]
+        per_token = 2 * fit.kv_per_token / (1 - min(tp, other) / max(tp, other))
+        target = replace(fit, kv_per_token=per_token)
+        state, below = self._estimate_state_seconds(target, tp, moved) if moved.size else (0.0, 0)
+        return SwitchCost(seconds=control + state, state_seconds=state, recompute_below=below)
 
     def _estimate_drain_seconds(self, tp: int, lengths: np.ndarray) -> float:
         replicas = min(self._num_ranks // tp, lengths.size)

@@ -115,7 +115,11 @@ def _get_method(module: torch.nn.Module) -> Any:
 
 
 class Layouts:
-    """All layouts of a rank; :attr:`current` is the one the runner is pointed at."""
+    """All layouts of a rank; :attr:`current` is the one the runner is pointed at.
+
+    Attributes:
+        layout: in force; unlike ``current.layout`` it says which ranks are lent.
+    """
 
     def __init__(self, worker: AdaptiveTpModelWorker) -> None:
         self.worker = worker
@@ -131,7 +135,7 @@ class Layouts:
         _compile(self.runner.model, self.runner.device)
         self._runtimes = {base.tp: self._make_runtime(base, None)}
         self._said_without_graph: set[int] = set()
-        self.current = self._runtimes[base.tp]
+        self.current, self.layout = self._runtimes[base.tp], base
         self.windows = self._make_windows()
         for layout in self.config.layouts[1:]:
             self._runtimes[layout.tp] = self._build(layout)
@@ -270,5 +274,5 @@ class Layouts:
         runner.token_to_kv_pool = runtime.kv_pool
         runner.token_to_kv_pool_allocator = runtime.allocator
         runner.max_total_num_tokens = self.worker.max_total_num_tokens = runtime.allocator.size
-        self.current = runtime
+        self.current, self.layout = runtime, layout
         return runtime

@@ -130,6 +130,7 @@ class LoadReporter:
             LoadReport(
                 rank=scheduler.rank,
                 tp=scheduler.tp_size,
+                stride=scheduler.layouts.layout.stride,
                 received=self.received,
                 running=len(running),
                 waiting=len(waiting),

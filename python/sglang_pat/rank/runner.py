@@ -20,7 +20,7 @@ from sglang_pat.fixes.grammars import MendedModelRunner
 from sglang_pat.fixes.weight_updates import WholeUpdatesTpModelWorker
 from sglang_pat.launch import sharing
 from sglang_pat.launch.spec import AdaptiveServerArgs
-from sglang_pat.layout import ParallelLayout, exchange_groups
+from sglang_pat.layout import ParallelLayout, exchange_groups, get_exchange_degrees
 from sglang_pat.rank.routed_experts import RoutedExperts
 from sglang_pat.rank.weights import Unsupported, build_model
 from sglang_pat.switch.plan import compute_kv_head_range
@@ -94,7 +94,7 @@ class GroupPool:
 
     def exchange_group(self, a: ParallelLayout, b: ParallelLayout) -> tuple[dist.ProcessGroup, list[int]]:
         """Process group and ranks among which this rank exchanges KV between ``a`` and ``b``."""
-        return self._exchange[min(a.tp, b.tp), max(a.tp, b.tp)]
+        return self._exchange[get_exchange_degrees(a, b)]
 
     def get_larger_group(self, a: ParallelLayout, b: ParallelLayout) -> tuple[dist.ProcessGroup, list[int]]:
         """This rank's group of the higher degree and its ranks, for PAT's all-gather; made on first use, as PAT does.

@@ -45,11 +45,12 @@ from sglang_pat.checks import census, tokens
 from sglang_pat.coordinator.controls import SINGLES
 from sglang_pat.fixes.scheduler import MendedScheduler
 from sglang_pat.launch.spec import AdaptiveServerArgs
+from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory.plan import format_size
 from sglang_pat.messages import Cancel, Compile, InjectPrefixes, Prepare, StepPermit, Switch, TraceQuery
 from sglang_pat.rank import degrees, prefixes
 from sglang_pat.rank.channels import ControlSender, RankChannel, RpcRelay
-from sglang_pat.rank.layouts import LayoutRuntime, Layouts
+from sglang_pat.rank.layouts import Layouts
 from sglang_pat.rank.load_reports import LoadReporter, StepTrace, register
 from sglang_pat.rank.runner import AdaptiveTpModelWorker
 from sglang_pat.rank.step_gate import StepGate
@@ -100,7 +101,7 @@ class AdaptiveScheduler(MendedScheduler):
         self.grammars = CompiledGrammars(self.grammar_manager.grammar_backend)
         self.executor = SwitchExecutor(self)
         self.executor.warm_up()
-        self.enter_layout(self.layouts.base, epoch=0)
+        self.enter_layout(self.adaptive.base, epoch=0)
         census.record(self, rank, epoch=0)
 
     # -- construction: SGLang's own steps, with our channels and worker ------------------------
@@ -179,17 +180,16 @@ class AdaptiveScheduler(MendedScheduler):
     def is_leader(self) -> bool:
         return self.attn_tp_rank == 0
 
-    def enter_layout(self, runtime: LayoutRuntime, epoch: int, fence: dict[int, int] | None = None) -> None:
-        """Become the scheduler of this rank's TP group in ``runtime.layout``, with empty pools.
+    def enter_layout(self, layout: ParallelLayout, epoch: int, fence: dict[int, int] | None = None) -> None:
+        """Become the scheduler of this rank's TP group in ``layout``, with empty pools.
 
         Every attribute in which SGLang's scheduler keeps a group, a rank, a size or a pool is set
         here (docs/sglang.md lists them).
         """
-        layout = runtime.layout
         left = self.gate.close_for_switch(self.rank)
         if left is not None and self.is_leader:
             self.channel.send(left)
-        self.layouts.install(layout)
+        runtime = self.layouts.install(layout)
         group = self.layouts.runner.groups.get_tp_group(layout)
         self.tp_rank = self.attn_tp_rank = runtime.tp_rank
         self.tp_size = self.attn_tp_size = layout.tp

@@ -207,6 +207,23 @@ class Engine(EngineRollouts, AdaptiveEngine):
         """
         return self._await(self.tokenizer_manager.pat_reconfigure(tp, dry_run))
 
+    def lend_ranks(self, stride: int = 2) -> dict[str, Any]:
+        """Go on with the first of every ``stride`` ranks, and lend the others; returns the record of the switch (empty
+        if it is so already), whose ``lent`` names them.
+
+        Their requests go on at the rank before them.  The others still change their degree, up to N / ``stride``.
+
+        Raises:
+            ReconfigureError: not with this stride (400), a switch is under way or memory is released (409), or aborted
+                (500).
+        """
+        return self._await(self.tokenizer_manager.pat_lend_ranks(stride))
+
+    def take_back_ranks(self) -> dict[str, Any]:
+        """Go on with all ranks; returns the record of the switch (empty if none is lent).  Raises as
+        :meth:`lend_ranks`."""
+        return self._await(self.tokenizer_manager.pat_lend_ranks(1))
+
     def trace(self) -> list[dict[str, Any]]:
         """Steps of all replicas since the last call, oldest first (the last 16,384 of each rank).
 
@@ -268,6 +285,12 @@ class Engine(EngineRollouts, AdaptiveEngine):
 
     async def async_status(self) -> dict[str, Any]:
         return await self.tokenizer_manager.pat_status()
+
+    async def async_lend_ranks(self, stride: int = 2) -> dict[str, Any]:
+        return await self.tokenizer_manager.pat_lend_ranks(stride)
+
+    async def async_take_back_ranks(self) -> dict[str, Any]:
+        return await self.tokenizer_manager.pat_lend_ranks(1)
 
     async def async_reconfigure(self, tp: int, dry_run: bool = False) -> dict[str, Any]:
         return await self.tokenizer_manager.pat_reconfigure(tp, dry_run)

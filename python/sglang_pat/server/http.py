@@ -42,6 +42,16 @@ class _Reconfigure(msgspec.Struct, forbid_unknown_fields=True):
     dry_run: bool = False
 
 
+class _LendRanks(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of ``POST /pat/lend_ranks``."""
+
+    stride: Annotated[int, msgspec.Meta(ge=2)] = 2
+
+
+class _TakeBackRanks(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of ``POST /pat/take_back_ranks``: all of them."""
+
+
 class _Parser(argparse.ArgumentParser):
     """SGLang has some hundred flags: an error does not list them."""
 
@@ -125,6 +135,8 @@ def add_routes(app) -> None:
         return
     app.add_api_route("/pat/status", status, methods=["GET"])
     app.add_api_route("/pat/reconfigure", reconfigure, methods=["POST"])
+    app.add_api_route("/pat/lend_ranks", lend_ranks, methods=["POST"])
+    app.add_api_route("/pat/take_back_ranks", take_back_ranks, methods=["POST"])
     app.add_api_route("/pat/round", begin_round, methods=["POST"])
     app.add_api_route("/pat/round", end_round, methods=["DELETE"])
     app.add_api_route("/pat/schedule", schedule, methods=["GET"])
@@ -187,6 +199,30 @@ async def reconfigure(request: Request) -> dict:
     except ValueError as error:
         raise ValueError(f'{error}: send {{"tp": 2}}') from None
     return await _get_manager().pat_reconfigure(asked.tp, asked.dry_run)
+
+
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+@_answer_refusals
+async def lend_ranks(request: Request) -> dict:
+    """``{"stride": 2}``, or no body: the first of every two ranks goes on, the others are lent; 200 with the record of
+    the switch, whose ``lent`` names them.
+
+    400: not a body like that, or not with this stride; 409: a switch is under way, or memory is released; 500: aborted,
+    nothing is lent.
+    """
+    asked = files.decode(await _read_body(request) or b"{}", _LendRanks)
+    return await _get_manager().pat_lend_ranks(asked.stride)
+
+
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+@_answer_refusals
+async def take_back_ranks(request: Request) -> dict:
+    """All ranks go on; 200 with the record of the switch, ``{}`` if none is lent.
+
+    400: a body with anything in it; 409, 500: as for lending.
+    """
+    files.decode(await _read_body(request) or b"{}", _TakeBackRanks)
+    return await _get_manager().pat_lend_ranks(1)
 
 
 @_answer_refusals

@@ -180,6 +180,17 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
             raise ReconfigureError(reply.code, reply.message)
         return reply.record or {}
 
+    async def pat_lend_ranks(self, stride: int) -> dict[str, Any]:
+        """As ``Engine.lend_ranks``; 1: as ``Engine.take_back_ranks``.
+
+        Raises:
+            ReconfigureError: not with this stride (400), not now (409), aborted (500).
+        """
+        reply = await self._pat_ask(messages.LendRanks, stride=stride)
+        if reply.code != 200:
+            raise ReconfigureError(reply.code, reply.message)
+        return reply.record or {}
+
     async def pat_get_trace(self) -> list[dict[str, Any]]:
         """Steps of all replicas since the last call (``sglang_pat.messages.Step``), oldest first; bounded."""
         return (await self._pat_ask(messages.TraceQuery)).steps
@@ -193,7 +204,7 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
             ReconfigureError: the policy is another one (409).
         """
         self._pat_check_schedule()
-        checked = schedule.check(entries, self.server_args.spec.config.layouts)
+        checked = schedule.check(entries, self.server_args.spec.config)
         self.pat_log_begins = False
         return msgspec.to_builtins((await self._pat_ask(messages.SetSchedule, entries=checked)).state)
 

@@ -30,8 +30,9 @@ import torch.distributed as dist
 from sglang_pat.checks import census, faults
 from sglang_pat.checks.agreement import check as check_agreement
 from sglang_pat.checks.steady import forbid_new_resources
-from sglang_pat.layout import ParallelLayout
-from sglang_pat.messages import Cancel, Compile, Prepare, Prepared, RankSwitched, Switch
+from sglang_pat.layout import ParallelLayout, needs_capsules
+from sglang_pat.messages import Cancel, Compile, MemoryReleased, Prepare, Prepared, RankSwitched, Switch
+from sglang_pat.rank.lending import LentMemory
 from sglang_pat.switch import install, kv, plan, requests
 from sglang_pat.switch.order import make_fence
 from sglang_pat.switch.requests import GroupOffer, IncomingRequests
@@ -91,6 +92,7 @@ class SwitchExecutor:
         self.rank = scheduler.rank
         self.world = scheduler.layouts.runner.groups.world
         self.experts = scheduler.layouts.runner.routed_experts
+        self.memory = LentMemory(scheduler)
         self.state = SwitchState.IDLE
         self.staging = kv.Staging(self.layouts.runner.device)
         """What KV goes through where there are no windows."""
@@ -141,7 +143,9 @@ class SwitchExecutor:
         try:
             self._enter(SwitchState.PREPARE, command.epoch)
             with forbid_new_resources():
-                new = self.config.layout(command.tp)
+                new = self.config.layout(command.tp, command.stride)
+                if self.rank not in new.lent:
+                    self.memory.resume()
                 self.layouts.prepare(new)
                 tokens = requests.count_tokens_to_move(self.scheduler, command.recompute_below)
                 kv.reserve(self.layouts, self.staging, new, tokens)
@@ -179,13 +183,14 @@ class SwitchExecutor:
         self._computing = None
         self.scheduler.grammars.clear()
         self.staging.release()
+        self._stay_lent()
         if self.state is SwitchState.PREPARE:
             self.state = advance(advance(self.state, SwitchState.ABORT), SwitchState.IDLE)
 
     def switch(self, command: Switch) -> None:
         """QUIESCE to RESUME, or back to the old layout.  No step runs meanwhile: this is the pause."""
         self._phases, self._clock = {}, time.perf_counter()
-        old, new = self.layouts.current.layout, self.config.layout(command.tp)
+        old, new = self.layouts.layout, self.config.layout(command.tp, command.stride)
         report = dict(rank=self.rank, epoch=command.epoch, tp=command.tp)
         with forbid_new_resources():
             try:
@@ -198,6 +203,8 @@ class SwitchExecutor:
             self._commit(new, offers, incoming, command.epoch)
         self._resume(report, offers, incoming, exchange.bytes_sent if exchange else 0)
         self.staging.release()
+        if self.rank in new.lent and self.rank not in old.lent:
+            self._give_memory_away(command.epoch)
 
     # -- the states, in order ---------------------------------------------------------------------
 
@@ -226,7 +233,7 @@ class SwitchExecutor:
         gathered: list[GroupOffer | None] = [None] * self.config.num_ranks
         dist.all_gather_object(gathered, offer if self.scheduler.is_leader else None, group=self.world)
         offers = {group: gathered[group] for group in old.leaders}
-        if new.tp > old.tp:
+        if needs_capsules(old, new):
             capsules = requests.send_capsules(self.scheduler, new, offers, capsules)
         self._mark("capsules")
         incoming, exchange = IncomingRequests(), None
@@ -260,17 +267,18 @@ class SwitchExecutor:
         if exchange is not None:
             error = exchange.run(error)
         self._mark("kv")
-        if self.layouts.resharding:
+        resharding = self.layouts.resharding and old.tp != new.tp
+        if resharding:
             # Has its own collectives and cannot be half done: a failure here ends the engine.
             self.layouts.reshard(old, new)
             self._mark("weights")
         try:
             self._vote(error)
         except SwitchAborted:
-            if self.layouts.resharding:
+            if resharding:
                 self.layouts.reshard(new, old)
             raise
-        self._mark("weights" if self.layouts.resharding else "kv")  # of the others, where they are done later
+        self._mark("weights" if resharding else "kv")  # of the others, where they are done later
 
     def _commit(
         self, new: ParallelLayout, offers: dict[int, GroupOffer], incoming: IncomingRequests, epoch: int
@@ -279,8 +287,8 @@ class SwitchExecutor:
         self._enter(SwitchState.COMMIT, epoch)
         sent = {leader: offer.sent for leader, offer in offers.items()}
         fence = make_fence(self.rank, sent, [offer.fence for offer in offers.values()])
-        leader = install.find_old_leader(self.rank, self.layouts.current.layout, new)
-        self.scheduler.enter_layout(self.layouts[new], epoch, fence)
+        leader = install.find_old_leader(self.rank, self.layouts.layout, new)
+        self.scheduler.enter_layout(new, epoch, fence)
         install.take_counters(self.scheduler, offers[leader].taken)
         if self.experts is not None:
             self.experts.turn(leads=self.rank in new.leaders)
@@ -318,10 +326,26 @@ class SwitchExecutor:
         )
         self.state = advance(self.state, SwitchState.IDLE)
 
+    def _give_memory_away(self, epoch: int) -> None:
+        """The others decode meanwhile."""
+        given, error = 0, ""
+        try:
+            given = self.memory.release()
+        except Exception as exc:
+            logger.exception("rank %d keeps its memory", self.rank)
+            error = f"rank {self.rank} keeps its memory: {exc}"
+        self.scheduler.channel.send(MemoryReleased(rank=self.rank, epoch=epoch, bytes=given, error=error))
+
+    def _stay_lent(self) -> None:
+        """What was to take this rank back does not happen."""
+        if self.rank in self.layouts.layout.lent:
+            self.memory.release()
+
     def _abort(self) -> None:
         """Go on in the old layout.  If KV may have been overwritten, recompute it from the tokens."""
         self.scheduler.grammars.clear()
         self.staging.release()
+        self._stay_lent()
         overwritten = self.state is SwitchState.EXCHANGE
         self.state = advance(self.state, SwitchState.ABORT)
         # A client's pause: nobody goes on with a prompt in parts, and a second pause ("retract") would drop it.

@@ -298,14 +298,18 @@ def reserve(layouts: Layouts, staging: Staging, new: ParallelLayout, tokens: int
     Raises:
         OSError, RuntimeError: there is not enough memory.
     """
-    old, pool = layouts.current.layout, layouts.current.kv_pool
+    old, pool = layouts.layout, layouts.current.kv_pool
     held = tokens * (pool.k_buffer[0][0].nbytes + pool.v_buffer[0][0].nbytes)
     # When tp is raised what a rank keeps stays where it is; else some of it goes through the window as well.
-    through = held - held * old.tp // new.tp if new.tp > old.tp else held
+    out = into = held - held * old.tp // new.tp if new.tp > old.tp else held
+    if new.stride > old.stride:  # from lent ranks to those that work
+        out, into = (held, 0) if layouts.rank in new.lent else (0, held * (new.stride // old.stride - 1))
+    elif new.stride < old.stride:
+        out, into = held - held * new.stride // old.stride, 0
     if layouts.windows is not None:
-        layouts.windows.resize(min(through, layouts.windows.capacity))
+        layouts.windows.resize(min(out, layouts.windows.capacity))
     elif layouts.config.kv_exchange != "allgather":
-        staging.reserve(through, through)
+        staging.reserve(out, into)
 
 
 def prepare(
@@ -325,8 +329,8 @@ def prepare(
     Raises:
         OSError, RuntimeError: there is no memory to put KV through.
     """
-    old, groups = layouts.current.layout, layouts.runner.groups
-    gather = layouts.config.kv_exchange == "allgather"
+    old, groups = layouts.layout, layouts.runner.groups
+    gather = layouts.config.kv_exchange == "allgather" and old.tp != new.tp  # PAT lends nothing
     # The larger group by all ranks, also those that have nothing to move.
     group, members = groups.get_larger_group(old, new) if gather else groups.exchange_group(old, new)
     if not any(group_plan.total for group_plan in plans.values()):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_pat.layout import ParallelLayout
+from sglang_pat.layout import ParallelLayout, list_destinations
 
 # -- who takes which request -------------------------------------------------------------------------
 
@@ -55,9 +55,7 @@ def balance_bins(weights: Sequence[int], bins: Sequence[int]) -> list[int]:
 
 def choose_destinations(old: ParallelLayout, new: ParallelLayout, group: int, tokens: Sequence[int]) -> list[int]:
     """New group of each request of old group ``group``: the one it merges into, or a balanced split."""
-    if new.tp >= old.tp:
-        return [group % new.dp] * len(tokens)
-    return balance_bins(tokens, range(group, new.dp, old.dp))
+    return balance_bins(tokens, list_destinations(old, new, group)) if tokens else []
 
 
 def find_shared_prefixes(rows: Sequence[np.ndarray], dests: Sequence[int], num_slots: int) -> list[tuple[int, int]]:

@@ -24,7 +24,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_pat.layout import ParallelLayout
+from sglang_pat.layout import ParallelLayout, needs_capsules
 from sglang_pat.messages import NO_KV, Grammar
 from sglang_pat.rank.degrees import Degrees
 from sglang_pat.switch import grammars, plan
@@ -427,7 +427,7 @@ def seal_requests(scheduler: SwitchingScheduler, new: ParallelLayout) -> list[Gr
     Returns:
         Grammars that the ranks of other groups will need.
     """
-    if not scheduler.is_leader or new.tp <= scheduler.layouts.current.layout.tp:
+    if not scheduler.is_leader or not needs_capsules(scheduler.layouts.layout, new):
         return []
     reqs = scheduler.running_batch.reqs + scheduler.waiting_queue
     for req in reqs:
@@ -451,7 +451,8 @@ def make_offer(
             piece would be lost before the next one.
     """
     layouts = scheduler.layouts
-    old = layouts.current.layout
+    old = layouts.layout
+    own = old.group_of(scheduler.rank)
     complete = [bool(req.output_ids) and len(row) == req.seqlen - 1 for req, row in zip(live, rows, strict=True)]
     lengths = [len(row) if done else req.seqlen for req, row, done in zip(live, rows, complete, strict=True)]
     lengths += [req.seqlen for req in waiting]
@@ -460,7 +461,7 @@ def make_offer(
     rows = [
         row if len(row) >= (least if done else of_pieces) else row[:0] for row, done in zip(rows, complete, strict=True)
     ]
-    dests = plan.choose_destinations(old, new, old.group_of(scheduler.rank), lengths)
+    dests = plan.choose_destinations(old, new, own, lengths)
     live_dest = dests[: len(live)]
     shared = plan.find_shared_prefixes(rows, live_dest, layouts.current.kv_pool.size + 1)
     planned = [
@@ -468,10 +469,11 @@ def make_offer(
         for row, pair, dest, done in zip(rows, shared, live_dest, complete, strict=True)
     ]
     capsules: dict[int, bytes] = {}
-    if scheduler.is_leader and new.tp > old.tp:
+    if scheduler.is_leader and needs_capsules(old, new):
         bound: dict[int, list[Capsule]] = {}
         for req, dest in zip(live + waiting, dests, strict=True):
-            bound.setdefault(dest, []).append(serialize_request(req))
+            if new.tp > old.tp or dest != own:  # else nobody lacks it
+                bound.setdefault(dest, []).append(serialize_request(req))
         capsules = {dest: pickle.dumps(found, pickle.HIGHEST_PROTOCOL) for dest, found in bound.items()}
     output = scheduler.output
     offer = GroupOffer(
@@ -497,7 +499,7 @@ def send_capsules(
     Returns:
         What comes to this rank, by source group.
     """
-    old, rank = scheduler.layouts.current.layout, scheduler.rank
+    old, rank = scheduler.layouts.layout, scheduler.rank
     sends = plan.list_capsules_to_send(old, new, rank, mine)
     comes = plan.list_capsule_sizes(old, new, rank, {source: offer.capsules for source, offer in offers.items()})
     outgoing = torch.from_numpy(np.frombuffer(bytearray().join(sends), dtype=np.uint8))
@@ -513,7 +515,7 @@ def plan_groups(
 ) -> dict[int, plan.GroupPlan]:
     """The plan of every new group that a member of this rank's exchange group will belong to."""
     layouts = scheduler.layouts
-    _, members = layouts.runner.groups.exchange_group(layouts.current.layout, new)
+    _, members = layouts.runner.groups.exchange_group(layouts.layout, new)
     max_requests = min(scheduler.req_to_token_pool.size, scheduler.max_running_requests)
     sources = {group: offer.live for group, offer in offers.items()}
     tree, capacity = scheduler.tree_cache, layouts[new].allocator.size
@@ -537,7 +539,7 @@ def rebuild_requests(
     is held is changed here, so that an aborted switch goes on with it.
     """
     mine = new.group_of(scheduler.rank)
-    own = scheduler.layouts.current.layout.group_of(scheduler.rank)
+    own = scheduler.layouts.layout.group_of(scheduler.rank)
     incoming = IncomingRequests(place=place)
     recompute: list[Req] = []
     queued: list[Req] = []

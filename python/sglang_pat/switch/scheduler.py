@@ -14,8 +14,9 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.dropped import Dropped
+from sglang_pat.layout import ParallelLayout
 from sglang_pat.rank.channels import RankChannel
-from sglang_pat.rank.layouts import LayoutRuntime, Layouts
+from sglang_pat.rank.layouts import Layouts
 from sglang_pat.switch.grammars import CompiledGrammars
 from sglang_pat.switch.order import OutputSender
 
@@ -36,7 +37,7 @@ class SwitchingScheduler(Protocol):
     @property
     def is_leader(self) -> bool: ...
 
-    def enter_layout(self, runtime: LayoutRuntime, epoch: int, fence: dict[int, int] | None = None) -> None: ...
+    def enter_layout(self, layout: ParallelLayout, epoch: int, fence: dict[int, int] | None = None) -> None: ...
 
     def clear_pools(self) -> None: ...
 
@@ -67,6 +68,7 @@ class SwitchingScheduler(Protocol):
     tp_cpu_group: Any
     tp_size: int
     tp_worker: Any
+    memory_saver_adapter: Any
 
     def is_fully_idle(self) -> bool: ...
 

@@ -148,6 +148,7 @@ class SummingTrainer(TrainingWorker):
                 if parameter.grad is not None:
                     parameter.grad.div_(divisor)
             grad_norm = self.engine.optimizer_step()
+        self.profiler.step()  # verl's counts updates
         metrics: dict[str, Any] = {"grad_norm": grad_norm, "lr": self.engine.lr_scheduler_step()}
         output = self._postprocess_output(
             {"metrics": metrics, "loss": [own.losses["loss"] / divisor]}, global_token_num=total.lengths,

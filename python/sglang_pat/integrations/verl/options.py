@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_pat import job_settings, settings
 from sglang_pat.config import VARIABLE
+from sglang_pat.judge.plan import parse_count
+from sglang_pat.judge.refusals import check_model
 
 if TYPE_CHECKING:
     from verl.workers.config import RolloutConfig
@@ -16,6 +18,8 @@ NAME = "sglang_pat"
 """Value of ``rollout.name``."""
 WHERE = f"rollout.engine_kwargs.{NAME}"
 """Where our settings are."""
+STREAM = "stream_layers"
+"""The one setting of a reward model's engine: how many of its layers stay in host memory."""
 SGLANG = "rollout.engine_kwargs.sglang"
 """Where SGLang's own arguments stay, under either name."""
 
@@ -41,16 +45,41 @@ def is_adaptive(config: RolloutConfig, helper: bool) -> bool:
             teacher takes over from the policy, are about the policy's engines.
 
     Raises:
-        ValueError: settings for a helper; one line.
+        ValueError: settings of the one kind for the other; one line.
     """
-    settings_given = get_own_settings(config) is not None
-    if helper and settings_given:
+    found = get_own_settings(config)
+    settings_given = found is not None
+    if helper and settings_given and set(found) != {STREAM}:
         raise ValueError(
-            f"{WHERE} is given for a reward model or a teacher, must be left out there: only the policy's engines are "
-            "adaptive"
+            f"{WHERE} is given for a reward model or a teacher, must be left out there, or only have {STREAM}: only "
+            "the policy's engines are adaptive"
+        )
+    if not helper and settings_given and STREAM in found:
+        raise ValueError(
+            f"{WHERE}.{STREAM} is for a reward model or a teacher, must be left out here: the policy's engines keep "
+            "all layers on their GPUs"
         )
     by_variable = VARIABLE in os.environ and config.name == "sglang"  # vLLM's rollouts are none of its business
     return not helper and (settings_given or config.name == NAME or by_variable)
+
+
+def read_stream_setting(config: RolloutConfig, model: str | None = None) -> str | None:
+    """What a reward model or a teacher has for :data:`STREAM`; None if nothing.
+
+    Args:
+        model: folder or name of its model, where it is known.
+
+    Raises:
+        ValueError: a wrong value, or a model that cannot be streamed; one line.
+    """
+    found = get_own_settings(config)
+    if found is None:
+        return None
+    value, where = str(found[STREAM]), f"{WHERE}.{STREAM}"
+    count = parse_count(value, where)
+    if model is not None:
+        check_model(model, count, where)
+    return value
 
 
 def read_settings(config: RolloutConfig, replica: int | None = None) -> dict[str, Any]:

@@ -42,7 +42,8 @@ def _load() -> Callable[..., SGLangReplica]:
             from sglang_pat.integrations.verl.replica import AdaptiveReplica
 
             return AdaptiveReplica(*args, **named)
-        if VARIABLE in os.environ:  # and it is not about this one
+        streams = helper and options.read_stream_setting(replica.config, getattr(replica.model_config, "path", None))
+        if streams or VARIABLE in os.environ:  # the variable is not about this one
             from sglang_pat.integrations.verl.replica import PlainServer
 
             replica.server_class = ray.remote(PlainServer)
@@ -61,6 +62,7 @@ def make_checked_adapter(config: Any, *args: Any, **kwargs: Any) -> ServerAdapte
     from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
     adapter = ServerAdapter(config, *args, **kwargs)
-    if options.get_own_settings(adapter.config) is not None:
+    found = options.get_own_settings(adapter.config)
+    if found is not None and options.STREAM not in found:
         options.check(adapter.config)
     return adapter

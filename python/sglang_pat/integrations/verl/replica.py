@@ -14,12 +14,13 @@ import ray
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
-from sglang_pat.config import VARIABLE
+from sglang_pat.config import STREAM_VARIABLE, VARIABLE
 from sglang_pat.figures import Figures, job_log
 from sglang_pat.integrations import CALLS
 from sglang_pat.integrations.balance import EngineReport
 from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.fields import DEGREES, STEPS, STOPS
+from sglang_pat.judge.attach import attach as stream_layers
 from sglang_pat.launch.attach import attach
 from sglang_pat.messages import BeginRound, EndRound
 
@@ -104,10 +105,14 @@ class AdaptiveServer(SGLangHttpServer):
 
 
 class PlainServer(SGLangHttpServer):
-    """The actor of a reward model or a teacher: verl's own, also where the variable ``SGLANG_PAT`` is set."""
+    """The actor of a reward model or a teacher: verl's own, also where the variable ``SGLANG_PAT`` is set.  It may
+    stream layers from host memory."""
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         os.environ.pop(VARIABLE, None)  # SGLang's plug-in would read it, in this process and in the engine's
+        if (layers := options.read_stream_setting(self.config)) is not None:
+            os.environ[STREAM_VARIABLE] = layers
+            stream_layers()
         await super().launch_server(*args, **kwargs)
 
 

@@ -1,0 +1,181 @@
+"""Layers of a model in host memory, each copied to the GPU while the one before it computes (RollPacker, 4.3).
+
+Streamed layers share :data:`~sglang_pat.judge.plan.PLACES` places on the GPU, in turn.  A layer's parameters lie in its
+place for good, so a CUDA graph that was captured with them reads what is copied there.
+
+A step is complete in itself: its first copies begin with its first layer and its last copy is awaited by the last
+streamed layer.  So a graph of it can be captured, and nothing is left from a step that failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from sglang.srt.utils.offloader import BaseOffloader
+from torch import get_device_module
+
+from sglang_pat.judge.plan import FLAG, PLACES, CannotStream
+from sglang_pat.memory.machine import MIB
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 256
+"""Parameters begin at a multiple of so many bytes, as the kernels of torch and cuBLAS like them."""
+
+
+class HostLayer:
+    """The parameters of one layer as one run of bytes in host memory.
+
+    Attributes:
+        data: the bytes, page-locked where there is a GPU.
+    """
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        self._parameters = list(layer.parameters())
+        self._offsets: list[int] = []
+        end = 0
+        for parameter in self._parameters:
+            self._offsets.append(end)
+            end += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
+        self.data = torch.empty(end, dtype=torch.uint8, device="cpu")
+        if self._parameters[0].device.type == "cuda":
+            runtime = torch.cuda.cudart()
+            # torch's own page-locked memory is rounded up to a power of two.
+            torch.cuda.check_error(runtime.cudaHostRegister(self.data.data_ptr(), self.data.nbytes, 0))
+            weakref.finalize(self, runtime.cudaHostUnregister, self.data.data_ptr()).atexit = False
+        for parameter, view in zip(self._parameters, self._view(self.data), strict=True):
+            view.copy_(parameter.data)
+        self.place_in(self.data)
+
+    def place_in(self, place: torch.Tensor) -> None:
+        """Have the layer's parameters lie in ``place`` (uint8, at least as long as :attr:`data`) from now on."""
+        for parameter, view in zip(self._parameters, self._view(place), strict=True):
+            parameter.data = view
+
+    def is_in_host_memory(self) -> bool:
+        """Whether the parameters still are those bytes: a loader may have put others in their place."""
+        views = self._view(self.data)
+        return all(p.data_ptr() == view.data_ptr() for p, view in zip(self._parameters, views, strict=True))
+
+    def _view(self, data: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            data[offset : offset + parameter.nbytes]
+            .view(parameter.dtype)
+            .as_strided(parameter.size(), parameter.stride())
+            for parameter, offset in zip(self._parameters, self._offsets, strict=True)
+        ]
+
+
+class StreamedLayers(BaseOffloader):
+    """SGLang's offloader of a model: it makes the layers, and moves those that are streamed to host memory at once.
+
+    Args:
+        numbers: of the layers to stream, in order.
+        total: layers of the model.
+        device: of the model, ``cuda`` or ``cpu``; on a CPU a copy is made in the moment that it is asked for.
+    """
+
+    def __init__(self, numbers: Sequence[int], total: int, device: str) -> None:
+        self._numbers = numbers
+        self._total = total
+        self._device = device
+        self._layers: list[HostLayer] = []
+        self._places: list[torch.Tensor] = []
+        self._resident_bytes = 0
+        self._backend: Any = get_device_module(device)
+        self._stream = self._backend.Stream()
+        self._arrived = [self._backend.Event() for _ in range(PLACES)]
+        self._computed = [self._backend.Event() for _ in range(PLACES)]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of the layers on the device: those that stay there, and the places of the others."""
+        return self._resident_bytes + sum(place.nbytes for place in self._places)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(layer.data.nbytes for layer in self._layers)
+
+    def wrap_modules(self, all_modules_generator: Iterable[torch.nn.Module], *_: Any, **__: Any) -> list[Any]:
+        """Called by SGLang's ``make_layers``, with a generator that makes one layer after the other."""
+        if self._layers:
+            raise CannotStream(f"{FLAG}: this model has layers of two kinds; choose a text model")
+        made: list[torch.nn.Module] = []
+        for number, layer in enumerate(all_modules_generator):
+            made.append(layer)
+            if number in self._numbers:
+                layer.register_forward_pre_hook(partial(self._await_copy, len(self._layers)))
+                layer.register_forward_hook(partial(self._free_place, len(self._layers)))
+                self._layers.append(HostLayer(layer))
+            else:
+                self._resident_bytes += sum(parameter.nbytes for parameter in layer.parameters())
+        # Before the hook that waits, if the first layer is streamed itself.
+        made[0].register_forward_pre_hook(self._begin_step, prepend=True)
+        return made
+
+    def find_layers(self, model: torch.nn.Module) -> None:
+        """Move layers that SGLang has made without ``make_layers``, of a model whose weights are not loaded yet."""
+        lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+        if not self._layers and len(stacks := [found for found in lists if len(found) == self._total]) == 1:
+            self.wrap_modules(stacks[0])
+
+    def post_init(self) -> None:
+        """Called by SGLang when the weights are loaded, and before it counts the memory that is left for KV."""
+        if len(self._layers) < len(self._numbers):
+            raise CannotStream(f"{FLAG}: this model has no list of {self._total} layers; choose another model")
+        if not all(layer.is_in_host_memory() for layer in self._layers):
+            raise CannotStream(f"{FLAG}: the loader moved the model's weights; choose another --load-format")
+        size = max(layer.data.nbytes for layer in self._layers)
+        self._places = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(PLACES)]
+        self._place_all()
+        logger.info(
+            "%d layers are streamed from %.2f MiB of host memory; %.2f MiB of layers are on the device",
+            len(self._layers), self.host_bytes / MIB, self.resident_bytes / MIB,
+        )  # fmt: skip
+
+    @contextmanager
+    def in_host_memory(self) -> Iterator[None]:
+        """Meanwhile parameters are the bytes in host memory, to be written or read."""
+        if self._layers[0].is_in_host_memory():  # by one around this one
+            yield
+            return
+        self._backend.synchronize()  # copies of a step may be under way
+        for layer in self._layers:
+            layer.place_in(layer.data)
+        try:
+            yield
+        finally:
+            self._place_all()
+
+    def _place_all(self) -> None:
+        for index, layer in enumerate(self._layers):
+            layer.place_in(self._places[index % PLACES])
+
+    def _begin_step(self, *_: Any) -> None:
+        # Steps before this one may still compute in the places; and a capture follows from stream to stream.
+        self._stream.wait_stream(self._backend.current_stream())
+        for index in range(PLACES):
+            self._start_copy(index)
+
+    def _start_copy(self, index: int) -> None:
+        data = self._layers[index].data
+        with self._backend.stream(self._stream):
+            self._places[index % PLACES][: data.nbytes].copy_(data, non_blocking=True)
+        self._arrived[index % PLACES].record(self._stream)
+
+    def _await_copy(self, index: int, *_: Any) -> None:
+        self._backend.current_stream().wait_event(self._arrived[index % PLACES])
+
+    def _free_place(self, index: int, *_: Any) -> None:
+        """The layer is computed: the next one that shares its place may be copied there."""
+        if (following := index + PLACES) < len(self._layers):
+            computed = self._computed[index % PLACES]
+            computed.record(self._backend.current_stream())
+            self._stream.wait_event(computed)
+            self._start_copy(following)

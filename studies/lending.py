@@ -1,0 +1,239 @@
+"""Ranks lent to the trainer in the middle of a round: what a step takes, against not lending and against an oracle.
+
+    python -m studies.lending [--quick] [--jobs N] [--seed N] [--json FILE]
+
+A step is a round and the training of its samples (:mod:`studies.training`).  Training takes a share of the round as
+RollPacker has it (Table 1: rollout 71%, training 22%), of the round in the base layout without lending.  Seven ways:
+
+- ``base``: the base layout to the end, no lending;
+- ``40%``, ``50%``: RollPacker's way: half of the ranks when so much of the requests has ended, the same degree, KV is
+  computed anew, no return before the end;
+- ``adaptive``: ``survival``, no lending;
+- ``fixed``: ``survival``, half of the ranks when 50% of the requests have ended, KV is moved, no return before the end;
+- ``ours``: ``survival`` and the policy of ``policies/lending.py``;
+- ``oracle``: the best moments and layouts for one who knows all lengths.
+
+Simulated, so that the machine does not matter; the same seeds give the same figures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from sglang_pat.policies.lending import make_lending_policy
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.predict.profile import load
+from sglang_pat.tools.commands import Parser, run
+from studies import PROFILES
+from studies.compare import Machine, Workload
+from studies.shapes import parse_shape
+from studies.simulate import Batch, describe_queueing
+from studies.training import Step, StepReplay
+
+MACHINES = (
+    "8xH100-llama3.1-8b", "8xH100-qwen3-14b", "8xH100-qwen2.5-32b", "8xH100-qwen3-30b-a3b", "8xA40-llama3.1-8b",
+)  # fmt: skip
+SHAPES = ("rollpacker", "deepscaler", "sft")
+CORRELATIONS, BATCHES = (0.0, 0.5, 0.8), (64, 256, 512)
+TRAINING = {"as in the paper": 22 / 71, "half of it": 11 / 71, "twice": 44 / 71}
+"""Seconds of training over seconds of the round in the base layout."""
+ROUNDS, SPACING = 3, 32
+SETUP = 2.0
+"""Seconds between a lending and the first token that is trained: weights come from host memory.  A guess."""
+WAYS = ("base", "40%", "50%", "adaptive", "fixed", "ours", "oracle")
+GOAL = 0.02
+"""Most that a step with lending may take longer than without."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Mean figures of some steps: seconds by way; of ours, shares of the training that is hidden and of the round in
+    which ranks are lent, and the most that KV took of the room of the ranks that stayed."""
+
+    machine: str
+    shape: str
+    rho: float
+    batch: int
+    training: str
+    seconds: dict[str, float]
+    worst: float
+    hidden: float
+    lent: float
+    steps_lent: int
+    overfull: float
+
+    def over(self, way: str, base: str) -> float:
+        """Time of a step in ``base``, over that in ``way``."""
+        return self.seconds[base] / self.seconds[way]
+
+
+@cache
+def make_machine(name: str) -> Machine:
+    return Machine(load(PROFILES / f"{name}.json", complete=True))
+
+
+def replay(machine: Machine, batch: Batch, share: float) -> StepReplay:
+    """A step whose training takes this share of its round in the base layout."""
+    fingerprint = machine.profile.fingerprint
+
+    def make(seconds_per_token: float) -> StepReplay:
+        return StepReplay(
+            machine.predictor, machine.costs, fingerprint, batch, seconds_per_token=seconds_per_token, setup=SETUP,
+            spacing=SPACING,
+        )  # fmt: skip
+
+    rollout = make(0.0).run_static(fingerprint.base_tp).rollout
+    return make(share * rollout / float((batch.prompt + batch.length).sum()))
+
+
+def study(task: tuple[str, str, float, int, str, int]) -> Cell | None:
+    """One cell; None if its batch does not fit."""
+    name, shape, rho, batch, training, seed = task
+    machine = make_machine(name)
+    fingerprint = machine.profile.fingerprint
+    workload = Workload(shape=parse_shape(shape), batch=batch, rounds=ROUNDS, correlation=rho, seed=seed)
+    if any(describe_queueing(fingerprint, drawn) for drawn in workload.make_batches()):
+        return None
+    layouts = machine.make_policy("survival")
+    lending = make_lending_policy(
+        machine.predictor, machine.costs, fingerprint.num_ranks, fingerprint.degrees, fingerprint.max_running
+    )
+    without, fixed, ours = LengthHistory(), LengthHistory(), LengthHistory()
+    found: dict[str, list[Step]] = {way: [] for way in WAYS}
+    rollouts: list[float] = []
+    for drawn in workload.make_batches():
+        step = replay(machine, drawn, TRAINING[training])
+        found["base"].append(step.run_static(fingerprint.base_tp))
+        found["40%"].append(step.run_static(fingerprint.base_tp, 0.4))
+        found["50%"].append(step.run_static(fingerprint.base_tp, 0.5))
+        found["adaptive"].append(step.run_policies(layouts, None, without))
+        found["fixed"].append(step.run_policies(layouts, None, fixed, share=0.5))
+        found["ours"].append(step.run_policies(layouts, lending, ours))
+        found["oracle"].append(step.run_best())
+        rollouts.append(step.training_seconds)
+    seconds = {way: np.array([one.seconds for one in steps]) for way, steps in found.items()}
+    mine = found["ours"]
+    return Cell(
+        machine=name, shape=shape, rho=rho, batch=batch, training=training,
+        seconds={way: float(each.mean()) for way, each in seconds.items()},
+        worst=float((seconds["ours"] / seconds["adaptive"]).max() - 1),
+        hidden=float(np.mean([one.hidden / whole for one, whole in zip(mine, rollouts, strict=True)])),
+        lent=float(np.mean([(one.lent[1] - one.lent[0]) / one.rollout if one.lent else 0.0 for one in mine])),
+        steps_lent=sum(one.lent is not None for one in mine),
+        overfull=max(one.overfull for one in mine),
+    )  # fmt: skip
+
+
+HEADS = (
+    "training",
+    "machine",
+    "lengths",
+    *(f"{way}, s" for way in WAYS),
+    "ours: times as fast",
+    "oracle",
+    "hidden",
+    "lent",
+)
+
+
+def list_rows(cells: list[Cell]) -> list[tuple[str, ...]]:
+    """A line a cell, as the page has it."""
+    return [
+        (
+            cell.training, cell.machine, cell.shape, *(f"{cell.seconds[way]:.1f}" for way in WAYS),
+            *(f"{cell.over(way, 'adaptive'):.2f}" for way in ("ours", "oracle")), f"{cell.hidden:.0%}",
+            f"{cell.lent:.0%}",
+        )
+        for cell in cells
+    ]  # fmt: skip
+
+
+def format_cells(cells: list[Cell]) -> Table:
+    """Seconds of a step, cell by cell."""
+    table = Table(title="seconds of a step (simulated)", title_justify="left")
+    for head in HEADS:
+        table.add_column(head, justify="right", overflow="fold")
+    for line in list_rows(cells):
+        table.add_row(*line)
+    return table
+
+
+TOTALS = ("cells", "50%", "adaptive", "ours", "oracle", "ours, worst step", "hidden", "lent", "steps lent", "KV, most")
+
+
+def list_totals(cells: list[Cell], by: str) -> list[tuple[str, ...]]:
+    """Means over cells, a line a value of ``by``: times as fast as ``base`` (50%, adaptive) and as ``adaptive``."""
+    lines: list[tuple[str, ...]] = []
+    for key in dict.fromkeys(getattr(cell, by) for cell in cells):
+        mine = [cell for cell in cells if getattr(cell, by) == key]
+        ratios = [("50%", "base"), ("adaptive", "base"), ("ours", "adaptive"), ("oracle", "adaptive")]
+        lines.append((
+            str(key), str(len(mine)), *(f"{np.mean([cell.over(*pair) for cell in mine]):.3f}" for pair in ratios),
+            f"{max(cell.worst for cell in mine):+.1%}", f"{np.mean([cell.hidden for cell in mine]):.0%}",
+            f"{np.mean([cell.lent for cell in mine]):.0%}",
+            f"{sum(cell.steps_lent for cell in mine)} of {ROUNDS * len(mine)}",
+            f"{max(cell.overfull for cell in mine):.0%}",
+        ))  # fmt: skip
+    return lines
+
+
+def format_totals(cells: list[Cell]) -> Table:
+    title = "times as fast (simulated): 50% and adaptive over base, ours and oracle over adaptive"
+    table = Table(title=title, title_justify="left")
+    for head in ("", *TOTALS):
+        table.add_column(head, justify="right", overflow="fold")
+    for by in ("machine", "shape", "training", "batch", "rho"):
+        for line in list_totals(cells, by):
+            table.add_row(*line)
+        table.add_section()
+    return table
+
+
+def list_tasks(quick: bool, seed: int) -> list[tuple[str, str, float, int, str, int]]:
+    if quick:
+        return [
+            (name, shape, 0.5, 256, training, seed)
+            for training in ("as in the paper", "half of it") for name in MACHINES for shape in SHAPES[:2]
+        ]  # fmt: skip
+    return [
+        (name, shape, rho, batch, training, seed)
+        for name in MACHINES for shape in SHAPES for rho in CORRELATIONS for batch in BATCHES for training in TRAINING
+    ]  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog="python -m studies.lending", description="Steps with ranks lent to the trainer (simulated).")
+    parser.add_argument("--quick", action="store_true", help="few settings")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
+    parser.add_argument("--seed", type=int, default=0, help="of the lengths (default 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures here")
+    args = parser.parse_args(argv)
+    tasks = list_tasks(args.quick, args.seed)
+    with ProcessPoolExecutor(args.jobs) as pool:
+        done = list(track(pool.map(study, tasks), "cells", len(tasks), console=Console(stderr=True)))
+    cells = [cell for cell in done if cell is not None]
+    console = Console(highlight=False, width=170)
+    console.print(format_cells(cells) if args.quick else format_totals(cells))
+    worst = max(cells, key=lambda cell: cell.seconds["ours"] / cell.seconds["adaptive"])
+    console.print(
+        f"{len(cells)} cells, {len(tasks) - len(cells)} left out (KV does not fit). Worst cell against not lending: "
+        f"{1 / worst.over('ours', 'adaptive') - 1:+.2%} (goal: at most {GOAL:.0%})."
+    )
+    if args.json:
+        args.json.write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run("studies.lending", main))

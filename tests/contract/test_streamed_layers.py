@@ -1,0 +1,255 @@
+"""Layers streamed from host memory: the copies are ordered, with what computes, as they must be in any order of a GPU.
+
+The stand-in for streams (``tests/rehearsal``) knows what is ordered before what, and makes copies late or early.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_pat.judge.plan import PLACES, CannotStream, JudgeMemory, spread_layers
+from sglang_pat.memory.machine import GIB
+from sglang_pat.memory.shapes import ModelShape, read_config
+from sglang_pat.testing import models
+
+from ..rehearsal.stream_rehearsal import Race, Streams
+
+pytestmark = pytest.mark.contract
+
+LAYERS = 7
+
+
+class Layer(torch.nn.Module):
+    """Of another size than the one before it, as no layers of a real model are."""
+
+    def __init__(self, number: int, streams: Streams) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(number)
+        self.weight = torch.nn.Parameter(torch.randn(5, 5, generator=generator).t(), requires_grad=False)
+        self.bias = torch.nn.Parameter(torch.randn(5 + number % 2, generator=generator), requires_grad=False)
+        self.streams = streams
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if hasattr(self, "streamed"):
+            self.streams.use(self.weight)
+            self.streams.use(self.bias)
+        return torch.tanh(x @ self.weight) + self.bias[:5]
+
+
+@pytest.fixture(params=["late", "early"])
+def streams(request, monkeypatch) -> Streams:
+    from sglang_pat.judge import layers
+
+    found = Streams(late=request.param == "late")
+    monkeypatch.setattr(layers, "get_device_module", lambda device: found)
+    return found
+
+
+def build(count: int, streams: Streams, kind: type | None = None) -> tuple[list[Layer], torch.nn.Module]:
+    from sglang_pat.judge.layers import StreamedLayers
+
+    numbers = spread_layers(count, LAYERS)
+    streamed = (kind or StreamedLayers)(numbers, LAYERS, "cpu")
+    made = streamed.wrap_modules(Layer(number, streams) for number in range(LAYERS))
+    for number in numbers:
+        made[number].streamed = True
+    streamed.post_init()
+    return made, streamed
+
+
+def run(layers: list[Layer], steps: int = 3) -> list[torch.Tensor]:
+    found = []
+    for step in range(steps):
+        x = torch.full((2, 5), 0.1 * step)
+        for layer in layers:
+            x = layer(x)
+        found.append(x)
+    return found
+
+
+def make_resident(streams: Streams) -> list[Layer]:
+    return [Layer(number, streams) for number in range(LAYERS)]
+
+
+@pytest.mark.parametrize("count", range(PLACES + 1, LAYERS + 1))
+def test_each_layer_is_there_when_it_is_computed(count, streams):
+    layers, _ = build(count, streams)
+    for got, want in zip(run(layers), run(make_resident(streams)), strict=True):
+        assert torch.equal(got, want)
+
+
+def careless(mistake: str) -> type:
+    """Streamed layers that lack one of their waits."""
+    from sglang_pat.judge.layers import StreamedLayers
+
+    class Careless(StreamedLayers):
+        def _await_copy(self, *args):
+            if mistake != "computes at once":
+                super()._await_copy(*args)
+
+        def _free_place(self, number, *_):
+            if mistake == "copies at once" and number + PLACES < len(self._layers):
+                self._start_copy(number + PLACES)
+            elif mistake != "copies at once":
+                super()._free_place(number)
+
+        def _begin_step(self, *_):
+            if mistake == "begins at once":
+                for number in range(PLACES):
+                    self._start_copy(number)
+            else:
+                super()._begin_step()
+
+    return Careless
+
+
+@pytest.mark.parametrize(
+    "mistake,what",
+    [
+        ("computes at once", "computed before its copy is over"),
+        ("copies at once", "overwritten before it is computed"),
+        ("begins at once", "overwritten before it is computed"),
+    ],
+)
+def test_a_wait_that_lacks_is_found_out(mistake, what, streams):
+    layers, _ = build(5, streams, careless(mistake))
+    with pytest.raises(Race, match=what):
+        run(layers)
+
+
+def test_a_step_that_fails_leaves_nothing_behind(streams):
+    layers, _ = build(5, streams)
+    want = run(make_resident(streams))
+    for failing in range(LAYERS):
+        hook = layers[failing].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(layers)
+        hook.remove()
+        assert all(torch.equal(a, b) for a, b in zip(run(layers), want, strict=True))
+
+
+def test_addresses_never_change(streams):
+    """A CUDA graph has them inside."""
+    layers, streamed = build(5, streams)
+    addresses = [p.data_ptr() for layer in layers for p in layer.parameters()]
+    assert len(set(addresses)) == 2 * (LAYERS - 5) + 2 * PLACES
+    run(layers)
+    with streamed.in_host_memory():
+        pass
+    run(layers)
+    assert [p.data_ptr() for layer in layers for p in layer.parameters()] == addresses
+
+
+def test_new_weights_are_written_to_host_memory(streams):
+    layers, streamed = build(5, streams)
+    other = make_resident(streams)
+    for layer in other:
+        layer.weight.data.mul_(1.5)
+    run(layers)
+    with streamed.in_host_memory():
+        with streamed.in_host_memory():
+            pass
+        for layer, new in zip(layers, other, strict=True):
+            for target, source in zip(layer.parameters(), new.parameters(), strict=True):
+                target.data.copy_(source)
+    assert all(torch.equal(a, b) for a, b in zip(run(layers), run(other), strict=True))
+
+
+def count_streamed(model, monkeypatch, setting: str, free: float, **given) -> int:
+    """Layers that a rank streams with ``free`` GiB before its model is there."""
+    import sglang.srt.distributed
+    import sglang.srt.utils
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_pat.judge.attach import make_offloader
+
+    monkeypatch.setenv("SGLANG_PAT_STREAM_LAYERS", setting)
+    monkeypatch.setattr(sglang.srt.utils, "get_available_gpu_memory", lambda *_, **__: free)
+    world = SimpleNamespace(world_size=1, cpu_group=None)
+    monkeypatch.setattr(sglang.srt.distributed, "get_world_group", lambda: world)
+    on_cpu = dict(device="cpu", attention_backend="torch_native", dtype="float32", mem_fraction_static=0.5)
+    args = ServerArgs(model_path=str(model), **on_cpu | given)
+    return len(getattr(make_offloader(args, None), "_numbers", ()))
+
+
+def test_auto_follows_memory_and_the_longest_sequence(tmp_path, monkeypatch):
+    model = models.make_random("llama", tmp_path / "llama", layers=LAYERS)
+    shape = ModelShape.from_config(read_config(str(model)), "float32")
+    layer, whole, token = (size / GIB for size in (shape.layer_bytes(1), shape.weight_bytes(1), shape.kv_bytes(1)))
+
+    def count(free: float, **given) -> int:
+        return count_streamed(model, monkeypatch, "auto", 2 * free, **given)
+
+    fits = whole + 4096 * token
+    assert count(1.001 * fits) == 0
+    assert count(fits - 0.5 * layer) == 3
+    assert count(fits - 1.5 * layer) == 4
+    assert count(fits - 1.5 * layer, context_length=2048) == 0
+    assert count(fits - 1.5 * layer, max_total_tokens=4096, max_running_requests=9) == 4
+    assert count(fits + 4096 * token - 1.5 * layer, max_running_requests=2) == 4
+    assert count_streamed(model, monkeypatch, "6", 0.0) == 6
+    with pytest.raises(SystemExit):
+        monkeypatch.setattr("os.kill", lambda *_: None)
+        count(0.0)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "olmo2"])
+@pytest.mark.parametrize("count", [3, 5, LAYERS])
+def test_bytes_on_the_device_are_as_planned(arch, count, monkeypatch):
+    """The plan leaves out biases and norms; SGLang's own layers are as large as transformers'."""
+    from sglang_pat.judge.layers import StreamedLayers
+
+    config = models.make_config(arch, layers=LAYERS, hidden=256, intermediate=512, vocab=64)
+    config._attn_implementation = "eager"
+    whole = models.load_transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    streamed = StreamedLayers(spread_layers(count, LAYERS), LAYERS, "cpu")
+    made = streamed.wrap_modules(iter(whole.model.layers))
+    streamed.post_init()
+    shape = ModelShape.from_config(config.to_dict(), "float32")
+    plan = JudgeMemory(shape=shape, tp=1, budget=0, tokens=0)
+    tables = shape.weight_bytes(1) - LAYERS * shape.layer_bytes(1)
+    assert streamed.resident_bytes == pytest.approx(plan.count_weight_bytes(count) - tables, rel=0.005)
+    alive = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for m in made for p in m.parameters()}
+    assert sum(alive.values()) == streamed.resident_bytes, "nothing else keeps a layer on the device"
+
+
+def test_layers_are_found_that_sglang_makes_otherwise(streams):
+    from sglang_pat.judge.layers import StreamedLayers
+
+    streamed = StreamedLayers((1, 2, 3), LAYERS, "cpu")
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(make_resident(streams))})
+    model["others"] = torch.nn.ModuleList([torch.nn.Identity()])
+    for number in (1, 2, 3):
+        model["layers"][number].streamed = True
+    for _ in range(2):
+        streamed.find_layers(model)
+    streamed.post_init()
+    assert all(torch.equal(a, b) for a, b in zip(run(model["layers"]), run(make_resident(streams)), strict=True))
+
+
+def test_a_model_without_such_layers_is_refused(streams):
+    from sglang_pat.judge.layers import StreamedLayers
+
+    streamed = StreamedLayers((1, 2, 3), LAYERS, "cpu")
+    streamed.find_layers(torch.nn.ModuleList(make_resident(streams)[:-1]))
+    with pytest.raises(CannotStream, match="this model has no list of 7 layers; choose another model"):
+        streamed.post_init()
+
+
+def test_a_second_kind_of_layers_is_refused(streams):
+    _, streamed = build(5, streams)
+    with pytest.raises(CannotStream, match="layers of two kinds"):
+        streamed.wrap_modules(iter([]))
+
+
+def test_a_loader_that_puts_other_tensors_there_is_refused(streams):
+    from sglang_pat.judge.layers import StreamedLayers
+
+    streamed = StreamedLayers((0, 1, 2), 3, "cpu")
+    made = streamed.wrap_modules(Layer(number, streams) for number in range(3))
+    made[1].weight.data = made[1].weight.data.clone()
+    with pytest.raises(CannotStream, match="the loader moved the model's weights"):
+        streamed.post_init()

@@ -1,0 +1,223 @@
+"""The coordinator lends ranks and takes them back (all interleavings: test_coordinator_machine.py)."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_pat import messages as m
+from sglang_pat.coordinator.replicas import Generation
+from sglang_pat.layout import ParallelLayout
+
+from .coordinator_rig import Rig
+from .coordinator_world import Merged, Refused, Request
+
+pytestmark = pytest.mark.unit
+
+
+def lend(rig: Rig, stride: int = 2, query_id: int = 0) -> None:
+    rig.coordinator.lend_ranks(m.LendRanks(query_id=query_id, stride=stride), 0.0)
+
+
+def lent(dp: int = 4, tp: int = 1, **options) -> Rig:
+    """Half of the ranks are lent, in degree ``tp``."""
+    rig = Rig(1, dp, **options)
+    rig.work(dp)
+    rig.settle()
+    if tp > 1:
+        rig.reconfigure(tp, query_id=99)
+        rig.settle()
+    lend(rig)
+    rig.settle()
+    rig.world.server.clear()
+    return rig
+
+
+def switches(rig: Rig) -> list[tuple[int, int, list[int], str]]:
+    return [(record.from_tp, record.to_tp, record.lent, record.reason) for record in rig.world.records]
+
+
+def test_lent_ranks_get_nothing_and_those_that_work_have_their_requests():
+    rig = Rig(1, 4)
+    assert rig.work(4) == [0, 1, 2, 3]
+    rig.settle()
+    lend(rig)
+    rig.settle()
+    (answer,) = rig.answers()
+    assert answer.code == 200
+    assert (answer.record["lent"], answer.record["requests"], answer.record["released_bytes"]) == ([1, 3], 4, 200)
+    assert [len(rank.requests) for rank in rig.world.ranks] == [2, 0, 2, 0]
+    assert sorted(rig.work(4)) == [0, 0, 2, 2]
+    rig.settle()
+    lend(rig, stride=1, query_id=1)
+    rig.settle()
+    assert sorted(rig.work(4)) == [0, 1, 2, 3], "all have as many"
+    assert switches(rig) == [(1, 1, [1, 3], "lend"), (1, 1, [], "take back")]
+
+
+def test_the_others_change_their_degree_as_far_as_they_are_enough():
+    rig = lent()
+    rig.reconfigure(2, query_id=1)
+    rig.settle()
+    rig.reconfigure(4, query_id=2)
+    done, refused = rig.answers()
+    assert (done.code, refused.code) == (200, 400)
+    assert refused.message == "tp=4: too few ranks work, 2 of 4; take the lent ones back, or choose one of [1, 2]"
+    assert rig.coordinator.layout == ParallelLayout(2, 2, 2)
+
+
+def test_a_degree_that_needs_all_ranks_is_left_first():
+    rig = Rig(1, 4)
+    rig.work(3)
+    rig.settle()
+    rig.reconfigure(4)
+    rig.settle()
+    lend(rig, query_id=1)
+    rig.settle()
+    assert switches(rig)[1:] == [(4, 2, [], "lend"), (2, 2, [1, 3], "lend")]
+    _, answer = rig.answers()
+    assert (answer.code, answer.record["epoch"]) == (200, 3), "one answer"
+
+
+def test_the_first_of_two_steps_fails():
+    rig = Rig(1, 4)
+    rig.reconfigure(4)
+    rig.settle()
+    lend(rig, query_id=1)
+    rig.settle(fate="abort")
+    _, answer = rig.answers()
+    assert (answer.code, answer.message) == (500, "rank 0: no")
+    assert rig.coordinator.layout == ParallelLayout(4, 1)
+
+
+def test_new_weights_take_ranks_back():
+    rig = lent(tp=2)
+    serial = rig.control("update", needs_base=True, takes_back=True)
+    rig.settle()
+    assert switches(rig)[-2:] == [(2, 2, [], "control"), (2, 1, [], "control")]
+    for rank in range(4):
+        rig.world.answer(rank, "update")
+    rig.deliver()
+    assert rig.world.server == [Merged(serial, (0, 1, 2, 3))]
+
+
+def test_what_else_needs_all_ranks_is_refused_and_nothing_waits_behind_it():
+    rig = lent()
+    serial = rig.control("update", needs_base=True)
+    says = "ranks 1, 3 are lent; take them back first (POST /pat/take_back_ranks)"
+    assert rig.world.server == [Refused(serial, says)]
+    assert rig.work(2) == [0, 2] and len(switches(rig)) == 1
+
+
+def test_other_controls_go_to_lent_ranks_as_well():
+    rig = lent()
+    serial = rig.control("flush")
+    rig.iterate()
+    for rank in range(4):
+        rig.world.answer(rank, "flush")
+    rig.deliver()
+    assert rig.world.server == [Merged(serial, (0, 1, 2, 3))]
+
+
+def test_whoever_lends_hears_of_it_also_if_a_control_request_comes_in_between():
+    rig = Rig(1, 4)
+    rig.reconfigure(4)
+    rig.settle()
+    lend(rig, query_id=1)
+    serial = rig.control("update", needs_base=True)
+    rig.settle()
+    assert [answer.query_id for answer in rig.answers()] == [0, 1]
+    assert [obj.serial for obj in rig.world.server if isinstance(obj, Refused)] == [serial]
+
+
+def test_the_answer_comes_when_the_memory_is_free():
+    rig = Rig(1, 4)
+    lend(rig)
+    rig.iterate()
+    rig.deliver()
+    rig.iterate()
+    outboxes = [rig.world.ranks[rank].outbox for rank in (1, 3)]
+    given = [message for outbox in outboxes for message in outbox if isinstance(message, m.MemoryReleased)]
+    for outbox, message in zip(outboxes, given, strict=True):
+        outbox.remove(message)
+    rig.settle()
+    assert rig.coordinator.layout.lent == [1, 3] and not rig.answers()
+    assert rig.work(1) == [0], "the others work meanwhile"
+    rig.coordinator.handle_rank_message(given[0], 0.0)
+    assert not rig.answers()
+    rig.coordinator.handle_rank_message(m.MemoryReleased(rank=3, epoch=1, error="rank 3 keeps its memory: full"), 0.0)
+    (answer,) = rig.answers()
+    assert (answer.code, answer.message) == (500, "ranks are lent, but rank 3 keeps its memory: full")
+
+
+def test_a_rank_that_is_ahead_reports_in_the_new_layout():
+    """Leader 0 ends all requests and says so before rank 1 has said that it switched; ranks report on changes only."""
+    rig = Rig(1, 2)
+    rig.work(2)
+    rig.settle()
+    lend(rig)
+    rig.iterate()
+    rig.deliver()
+    rig.iterate()
+    while rig.world.ranks[0].requests:
+        rig.world.finish(0)
+    rig.world.iterate(0)
+    rig.deliver(0)
+    rig.deliver(1)
+    assert rig.coordinator._in_engine == 0
+
+
+def test_policies_see_the_ranks_that_work():
+    rig = lent(policy="threshold", switch_at=1, degrees=(1, 2, 4))
+    rig.work(2)
+    rig.settle()
+    snapshot, _ = rig.world.decisions[-1]
+    assert (snapshot.num_ranks, snapshot.degrees, snapshot.tp) == (2, (1, 2), 1)
+
+
+def test_siblings_find_their_prompt_where_it_was_taken_over():
+    rig = Rig(1, 4)
+
+    def send() -> int:
+        before = len(rig.world.to_leaders)
+        rig.serial += 1
+        rig.coordinator.receive(Generation(obj=Request(rig.serial, "work"), tokens=9000, family=7), 0.0)
+        ((rank, _),) = rig.world.to_leaders[before:]
+        return rank
+
+    rig.work(3)
+    assert send() == 3
+    rig.settle()
+    lend(rig)
+    rig.settle()
+    assert send() == 2
+
+
+@pytest.mark.parametrize(
+    ("stride", "options", "says"),
+    [
+        (3, {}, r"stride=3: choose one of [2, 4] (--pat-candidates 1,2,4)"),
+        (2, {"degrees": (1, 2)}, "--pat-candidates 1,2: no ranks can be lent; give 4 and a lower degree, too"),
+        (2, {"weights": "reshard"}, "--pat-weights reshard: lent ranks would miss how weights move; start without it"),
+    ],
+)
+def test_what_cannot_be_lent_is_refused_in_one_line(stride, options, says):
+    rig = Rig(1, 4, **options)
+    lend(rig, stride)
+    (answer,) = rig.answers()
+    assert (answer.code, answer.message) == (400, says)
+
+
+def test_not_while_memory_is_released():
+    rig = Rig(1, 4)
+    rig.control("flush", releases=frozenset({"kv_cache"}))
+    lend(rig)
+    (answer,) = rig.answers()
+    assert (answer.code, answer.message) == (409, "memory is released (kv_cache); resume it first")
+
+
+def test_not_in_a_switch():
+    rig = Rig(1, 4)
+    rig.reconfigure(2)
+    lend(rig, query_id=1)
+    (answer,) = rig.answers()
+    assert (answer.query_id, answer.code) == (1, 409)

@@ -1,0 +1,305 @@
+"""When ranks are lent to the trainer and taken back: the policy in known and in any situations, and simulated steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from sglang_pat.policies.course import look_ahead
+from sglang_pat.policies.lending import (
+    FIRST_MILESTONE,
+    ROOM,
+    Move,
+    Training,
+    _count_hidden_seconds,
+    compute_peak_tokens,
+    count_milestones,
+    expect_work,
+    make_lending_policy,
+)
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.registry import make_policy
+from sglang_pat.policies.snapshot import Snapshot
+from sglang_pat.predict.profile import ProfileError
+from studies.simulate import Batch, Drain
+from studies.training import Step, StepReplay
+
+from .drawn import examples
+from .policy_world import crossing, machine, profiles, snapshot, snapshots
+from .profiles_for_tests import FINGERPRINT, profile, switch_sample
+
+pytestmark = pytest.mark.unit
+
+RANKS, DEGREES = FINGERPRINT.num_ranks, FINGERPRINT.degrees
+PLENTY = {tp: 10**9 * tp for tp in DEGREES}
+FULL = np.iinfo(np.int64).max
+
+
+def make(found):
+    return make_lending_policy(*machine(found), RANKS, DEGREES)
+
+
+def lend_half(seen: Snapshot) -> Snapshot:
+    """The same requests on two ranks, in the highest degree that fits."""
+    tp = min(seen.tp, RANKS // 2)
+    load = replace(seen.load, replica=np.arange(len(seen.load)) % (RANKS // 2 // tp))
+    return replace(seen, tp=tp, num_ranks=RANKS // 2, degrees=DEGREES[:-1], load=load)
+
+
+trainings = st.builds(
+    Training,
+    samples=st.just(100),
+    complete=st.integers(0, 100),
+    ready=st.integers(0, 10**6),
+    pending=st.integers(0, 10**5),
+    seconds_per_token=st.sampled_from([0.0, 1e-6, 1e-4, 1e-2]),
+    setup=st.sampled_from([0.0, 2.0]),
+    spare=st.sampled_from([0, 0, 5]),
+    returned=st.booleans(),
+)
+rooms = st.one_of(
+    st.just(PLENTY), st.just({}), st.integers(0, 10**5).map(lambda room: {tp: room * tp for tp in DEGREES})
+)
+
+
+@examples(150)
+@given(profiles(), snapshots(), trainings, rooms, st.booleans())
+def test_in_any_situation(found, seen, training, room, lent):
+    """It never lends what may not be lent, and never keeps ranks that nobody needs."""
+    seen = replace(lend_half(seen) if lent else seen, room=room)
+    said = make(found)(seen, LengthHistory(), training)
+    assert said.move in ({Move.TAKE_BACK, Move.WAIT} if lent else {Move.LEND, Move.WAIT, Move.NEVER})
+    assert np.isfinite(said.gain)
+    half = min((room[tp] * (RANKS // 2 // tp) for tp in DEGREES[:-1] if room), default=0)
+    held = int((seen.load.prompt + seen.load.output)[seen.load.output < seen.load.limit].sum())
+    if said.move is Move.LEND:
+        assert held <= half, "KV of today"
+        assert compute_peak_tokens(look_ahead(seen.load, LengthHistory())) <= ROOM * half, "and of any later moment"
+        assert training.completion >= FIRST_MILESTONE and not training.returned
+        assert said.gain > 0 and training.seconds_per_token > 0, "there is something to hide"
+        assert said.tp in DEGREES[:-1]
+    if lent and held > half:
+        assert said.move is Move.TAKE_BACK
+
+
+@examples(60)
+@given(profiles(), snapshots(), trainings, st.integers(0, 10**6), st.floats(1.0, 10.0))
+def test_the_more_there_is_to_train_the_more_is_gained(found, seen, training, more, times):
+    assume(len(seen.load) and (seen.load.output < seen.load.limit).any())
+    policy, seen = make(found), replace(seen, room=PLENTY)
+    training = replace(training, complete=30, returned=False)
+    gain = policy(seen, LengthHistory(), training).gain
+    slower = replace(training, seconds_per_token=times * training.seconds_per_token)
+    for larger in (slower, replace(training, ready=training.ready + more)):
+        assert policy(seen, LengthHistory(), larger).gain >= gain - 1e-9 * (1 + abs(gain))
+
+
+def test_milestones():
+    assert [count_milestones(share) for share in (0, 0.19, 0.2, 0.24, 0.25, 0.3, 0.5)] == [0, 0, 1, 1, 2, 3, 7]
+
+
+def learn(length: int) -> LengthHistory:
+    history = LengthHistory()
+    for _ in range(200):
+        history.observe(length, 0)
+    return history
+
+
+BUSY = Training(samples=100, complete=40, ready=10**6, seconds_per_token=1e-4)
+
+
+def test_it_lends_where_the_trainer_has_work_and_not_where_it_has_none():
+    policy = make(crossing())
+    seen = replace(snapshot([1000] * 8, tp=1, limit=4096), room=PLENTY)
+    history = learn(3000)
+    said = policy(seen, history, BUSY)
+    assert said.move is Move.LEND and said.tp == 1
+    without = policy(seen, history, replace(BUSY, ready=0, seconds_per_token=1e-9))
+    assert without.move is Move.WAIT and without.gain < 0, "the slower round is all there is"
+    for changed, move in (
+        ({"complete": 10}, Move.WAIT),
+        ({"complete": 80}, Move.NEVER),
+        ({"returned": True}, Move.NEVER),
+    ):
+        assert policy(seen, history, replace(BUSY, **changed)).move is move
+    for room in ({}, {tp: 3000 * tp for tp in DEGREES}):
+        assert policy(replace(seen, room=room), history, BUSY).move is Move.WAIT, "KV"
+    merged = replace(snapshot([1000] * 8, tp=4, limit=4096), room=PLENTY)
+    assert policy(merged, history, BUSY).tp == 2, "a degree that takes all ranks is left"
+
+
+def test_it_takes_back_when_the_trainer_has_caught_up():
+    policy = make(crossing())
+    seen = replace(lend_half(snapshot([1000] * 2, tp=2, limit=40960)), room=PLENTY)
+    history = learn(30000)
+    assert policy(seen, history, BUSY).move is Move.WAIT
+    assert policy(seen, history, replace(BUSY, ready=0)).move is Move.TAKE_BACK
+    ending = replace(lend_half(snapshot([29999] * 2, tp=2, limit=40960)), room=PLENTY)
+    assert policy(ending, learn(30000), replace(BUSY, ready=0)).move is Move.WAIT, "for one step it is not worth it"
+
+
+def test_when_nothing_runs_ranks_are_taken_back_and_none_are_lent():
+    policy = make(crossing())
+    for over in (snapshot([]), snapshot([4096, 4096], limit=4096)):
+        assert policy(replace(over, room=PLENTY), LengthHistory(), BUSY).move is Move.NEVER
+        assert policy(replace(lend_half(over), room=PLENTY), LengthHistory(), BUSY).move is Move.TAKE_BACK
+
+
+def test_nothing_is_lent_where_no_degree_fits_half_of_the_ranks():
+    policy = make_lending_policy(*machine(crossing()), RANKS, (4,))
+    seen = replace(snapshot([1000] * 8, tp=4, degrees=(4,)), room=PLENTY)
+    assert policy(seen, LengthHistory(), BUSY).move is Move.NEVER
+
+
+def test_expected_work_against_draws():
+    """Groups of three; lengths drawn from the very curve."""
+    random, history = np.random.default_rng(1), LengthHistory()
+    for length in random.lognormal(6, 0.5, 2000):
+        history.observe(int(length), 0)
+    seen = snapshot([50, 300, 700, 10, 400, 401], limit=2000, families=[0, 0, 0, 1, 1, 1]).load
+    outlook = look_ahead(seen, history)
+    training = Training(samples=60, complete=54, ready=5000, pending=3000, seconds_per_token=1.0)
+    found = expect_work(seen, history, training, outlook)
+    ends = np.concatenate([[0], np.cumsum(outlook.width)])
+    curve = history.make_curve(2000, seen.output)
+    grid = np.arange(2001)
+    survival = curve.survival(grid)
+    draws = np.empty((20000, 6))
+    for request, output in enumerate(seen.output):
+        share = survival[output:] / survival[output]
+        draws[:, request] = np.minimum(np.searchsorted(-share, -random.random(20000)), 2000 - output)
+    whole = float((seen.prompt + seen.output).sum() + draws.mean(axis=0).sum()) + 3000
+    for groups in (slice(0, 3), slice(3, 6)):
+        draws[:, groups.start] = draws[:, groups].max(axis=1)
+    ended = draws[:, (0, 3), None] <= ends
+    assert found.samples == pytest.approx(54 + 3 * ended.mean(axis=0).sum(axis=0), abs=0.15)
+    assert found.tokens[0] == pytest.approx(5000, abs=1)
+    assert (np.diff(found.tokens) >= -1e-6).all()
+    assert found.tokens[-1] == pytest.approx(5000 + whole, rel=0.01)
+
+
+def test_training_on_half_of_the_ranks_takes_twice_as_long():
+    moments = np.array([0.0, 10.0, 20.0, 30.0])
+    assert _count_hidden_seconds(moments, np.full(4, 100.0), 2.0).tolist() == [0, 4, 9, 14]
+    assert _count_hidden_seconds(moments, np.array([0.0, 0.0, 6.0, 6.0]), 0.0).tolist() == [0, 0, 3, 6], "it waits"
+
+
+def test_cost_of_a_lending():
+    """A rank of each pair sends all that it has; in a merge both send half."""
+    parts = [switch_sample(1, 2, 4, tokens, kv=1e-6 * tokens, install=0.05) for tokens in (1000, 9000)]
+    _, costs = machine(profile(switches=tuple(parts), prefill=()))
+    lengths = np.full(8, 1000)
+    merge, lend = costs.estimate(1, 2, lengths), costs.estimate_lending(1, lengths)
+    assert merge.state_seconds == pytest.approx(8e-3) and lend.state_seconds == pytest.approx(16e-3)
+    assert lend.seconds - lend.state_seconds == pytest.approx(merge.seconds - merge.state_seconds)
+    assert costs.estimate_lending(1).state_seconds == 0
+    with pytest.raises(ProfileError, match="no switch from tp=3"):
+        costs.estimate_lending(3)
+
+
+# -- simulated steps ---------------------------------------------------------------------------------------------
+
+
+def make_replay(lengths, found=None, seconds_per_token=1e-4, setup=0.0, group=2) -> StepReplay:
+    found = found or crossing()
+    lengths = np.asarray(lengths, dtype=np.int64)
+    batch = Batch(
+        prompt=np.full(len(lengths), 100), length=lengths, family=np.arange(len(lengths)) // group, limit=8192
+    )
+    predictor, costs = machine(found)
+    return StepReplay(
+        predictor, costs, found.fingerprint, batch, seconds_per_token=seconds_per_token, setup=setup, spacing=16
+    )
+
+
+def force(start: int, stop: int, replay: StepReplay):
+    """Lend at a token index, take back at another."""
+
+    def lending(moment):
+        token = replay.points[moment.point]
+        if not moment.lent:
+            return Move.LEND if start <= token < stop else Move.WAIT
+        return Move.TAKE_BACK if token >= stop else Move.WAIT
+
+    return lending
+
+
+def stay(moment) -> int:
+    return 1
+
+
+def test_a_step_without_lending_is_the_round_and_its_training():
+    replay = make_replay([300, 800, 200, 4000, 100, 500, 700, 50])
+    policy = make_policy("survival", predictor=machine(crossing())[0], costs=replay.costs)
+    drain = Drain(machine(crossing())[0], replay.costs, replay.fingerprint, replay.batch, 16)
+    step, round_ = replay.run_policies(policy, None, LengthHistory()), drain.run_policy(policy, LengthHistory(), True)
+    assert step.rollout == pytest.approx(round_.seconds) and step.switches and step.lent is None
+    assert step.seconds == pytest.approx(step.rollout + 1e-4 * (6650 + 800))
+
+
+def test_a_lent_step_by_hand():
+    """Tokens 512 to 2048 on two ranks.  The first group is trained meanwhile, the second one is not complete."""
+    replay = make_replay([400, 500, 3000, 3000])
+    step = replay.run(stay, force(512, 2048, replay))
+    whole, half = replay.whole, replay.half
+    at = [int(np.searchsorted(replay.points, token)) for token in (512, 2048)]
+    assert replay.points[at].tolist() == [512, 2048]
+    before = whole.compute_spent(1, 0, at[0]).max()
+    lent = half.compute_spent(1, *at).max()
+    after = whole.compute_spent(1, at[1], len(whole.points) - 1).max()
+    moves = [replay.move_seconds(point, 1) for point in at]
+    assert step.rollout == pytest.approx(before + lent + after + sum(moves))
+    assert step.hidden == pytest.approx(1e-4 * 1100)
+    assert step.seconds == pytest.approx(step.rollout + 1e-4 * 6200)
+    assert step.lent == pytest.approx((before + moves[0], before + lent + sum(moves)))
+
+
+def test_a_group_that_was_begun_is_finished_before_ranks_go_back():
+    """Training of 1100 tokens takes 11 s on half of the ranks, the round less."""
+    replay = make_replay([400, 500, 3000, 3000], seconds_per_token=5e-3)
+    step = replay.run(stay, force(512, 600, replay))
+    assert step.at[1] > 600
+    assert step.lent[1] - step.lent[0] >= min(11.0, step.rollout - step.lent[0])
+    long = make_replay([400, 500, 3000, 3000], seconds_per_token=1.0)
+    step = long.run(stay, force(512, 600, long))
+    assert step.hidden == pytest.approx((step.rollout - step.lent[0]) / 2), "what is left of it is done by all"
+    assert step.seconds == pytest.approx(step.rollout + long.training_seconds - step.hidden)
+
+
+@examples(40)
+@given(
+    profiles(),
+    st.lists(st.integers(1, 3000), min_size=4, max_size=40),
+    st.sampled_from([1e-6, 1e-4, 1e-2]),
+    st.sampled_from([0.0, 1.0]),
+)
+def test_ranks_are_back_before_the_step_ends(found, lengths, seconds_per_token, setup):
+    """Whatever the machine: and no training is counted twice or before its group is complete."""
+    replay = make_replay(lengths, found, seconds_per_token, setup)
+    predictor, costs = machine(found)
+    policy = make_policy("survival", predictor=predictor, costs=costs)
+    step = replay.run_policies(policy, make_lending_policy(predictor, costs, RANKS, DEGREES), LengthHistory())
+    assert 0 <= step.hidden <= replay.training_seconds * (1 + 1e-9)
+    assert step.seconds == pytest.approx(step.rollout + replay.training_seconds - step.hidden)
+    if step.lent:
+        begun, back = step.lent
+        assert begun <= back <= step.rollout + 1e-9 and back <= step.seconds + 1e-9
+        assert step.hidden <= (back - begun) / 2 + 1e-9, "half of the ranks"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_oracle_is_best(seed):
+    random = np.random.default_rng(seed)
+    replay = make_replay(np.minimum(random.lognormal(6, 1, 48), 8000).astype(int), seconds_per_token=2e-4, group=4)
+    predictor, costs = machine(crossing())
+    policy = make_policy("survival", predictor=predictor, costs=costs)
+    lending = make_lending_policy(predictor, costs, RANKS, DEGREES)
+    best = replay.run_best().seconds
+    ways: list[Step] = [replay.run_static(tp, share) for tp in (1, 2) for share in (None, 0.4, 0.5)]
+    ways += [replay.run_policies(policy, one, LengthHistory()) for one in (None, lending)]
+    assert best <= 1.005 * min(step.seconds for step in ways)
+    assert best > 0.5 * min(step.seconds for step in ways)
