@@ -49,10 +49,9 @@ def own_modules(monkeypatch, tmp_path) -> None:
 
 CASES = {
     "separate": (SEPARATE, "actor_rollout_ref.actor.loss_agg_mode=token-mean"),
-    # And what is computed before a chunk's gradients: by a reference policy, and not by the policy itself.
+    # And old log-probs are those of the pass that computes gradients.
     "shared": (
-        HYBRID, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", "actor_rollout_ref.actor.use_kl_loss=true",
-        "actor_rollout_ref.actor.kl_loss_coef=0.1", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
+        HYBRID, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
         "actor_rollout_ref.rollout.calculate_log_probs=false",
     ),
 }  # fmt: skip
