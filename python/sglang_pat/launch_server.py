@@ -13,21 +13,32 @@ import signal
 import sys
 
 from sglang_pat.cpu import shim
-from sglang_pat.judge.plan import CannotStream
-from sglang_pat.judge.refusals import take_flag
 from sglang_pat.launch import processes
 
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     shim.ensure(children=True)
+    if any(word.startswith("--stream-layers") for word in argv):
+        _serve_streaming(argv)
+    elif "--adaptive-tp" in argv:
+        _serve_adaptive(argv)
+    else:
+        _serve_plainly(argv)
+
+
+def _serve_streaming(argv: list[str]) -> None:
+    """As plainly, with layers in host memory."""
+    from sglang_pat.judge.plan import CannotStream
+    from sglang_pat.judge.refusals import take_flag
+
     try:
-        argv = take_flag(argv)
+        _serve_plainly(take_flag(argv))
     except CannotStream as error:
         sys.exit(f"error: {error}")
-    if "--adaptive-tp" in argv:
-        _serve_adaptive(argv)
-        return
+
+
+def _serve_plainly(argv: list[str]) -> None:
     stray = [arg for arg in argv if arg.startswith("--pat-")]
     if stray:
         sys.exit(f"error: {stray[0]} needs --adaptive-tp: add it, or leave the --pat-* flags out")
@@ -37,10 +48,7 @@ def main(argv: list[str] | None = None) -> None:
             "--stream-layers N|auto: keep N layers in host memory, or as many as must be (docs/judge.md).\n", flush=True
         )
     sys.argv[1:] = argv
-    try:
-        runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
-    except CannotStream as error:
-        sys.exit(f"error: {error}")
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 
 
 def _serve_adaptive(argv: list[str]) -> None:

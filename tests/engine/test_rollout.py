@@ -34,7 +34,8 @@ def test_a_round_of_groups(server):
     for group in groups:
         for output in [sample.output for sample in group.list_kept()]:
             assert output.list_versions() == [41] * len(output.token_ids)
-            assert len(output.logprobs) == len(output.token_ids) and output.text
+            assert len(output.logprobs) == len(output.token_ids)
+            assert output.text or len(output.token_ids) == 1, "only what ends a response has no text"
             assert output.finish_reason == "length" or output.token_ids[-1] in {*STOPS, EOS_ID, STOP_ID}
     assert len(mine.state.waiting) == 2
     assert not {group.index for group in mine.state.waiting} & {group.index for group in groups}

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from sglang_pat.rollout.scale_down import ScaleDown, count_milestones, project_peak
+from sglang_pat.policies.lending import count_milestones
+from sglang_pat.rollout.scale_down import ScaleDown, project_peak
 
 pytestmark = pytest.mark.unit
 

@@ -12,13 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-FIRST, LAST, EVERY = 0.2, 0.5, 0.05
-"""Milestones, as shares of the batch."""
-
-
-def count_milestones(share: float) -> int:
-    """That are passed when this share of the batch is complete; past the last one, too."""
-    return max(0, int((share - FIRST) / EVERY + 1 + 1e-9))
+from sglang_pat.policies.lending import LAST_MILESTONE, count_milestones
 
 
 def project_peak(lengths: Sequence[int], done: int, responses: int, prompt_tokens: float, limit: int) -> float:
@@ -65,7 +59,7 @@ class ScaleDown:
         if share >= 1:
             return True
         passed = count_milestones(share)
-        if passed == self.asked or share > LAST:
+        if passed == self.asked or share > LAST_MILESTONE:
             return False
         self.asked = passed
         return peak <= self.room
