@@ -276,7 +276,10 @@ def check_weights(batch: KVBatchMeta, version: int) -> None:
     for key, mask, fields in zip(
         batch.keys, data["response_mask"].unbind(), data.get("extra_fields").tolist(), strict=True
     ):
-        versions = expand_runs(fields.get(STEPS) or ((0, None),), len(mask))
+        runs = fields.get(STEPS) or ((0, None),)
+        if runs[0][0] == 0 and all(found == version for _, found in runs):
+            continue  # as nearly always: a step has millions of tokens
+        versions = expand_runs(runs, len(mask))
         for i, (generated, found) in enumerate(zip(mask.tolist(), versions, strict=True)):
             if generated and found != version:
                 raise RuntimeError(
