@@ -88,12 +88,12 @@ async def decoding(rig: Rig, tp: int, requests: int, tokens: int, answer: int):
         await rig.abort(tasks)
 
 
-async def switches(rig: Rig, low: int, high: int, requests: int, tokens: int) -> list[dict]:
-    """One there and one back."""
+async def switches(rig: Rig, low: int, high: int, requests: int, tokens: int, rounds: int = 1) -> list[dict]:
+    """There and back, so many times, with one batch: its prefill takes far longer than the switches."""
     made = []
-    async with decoding(rig, low, requests, tokens, 50) as tasks:
+    async with decoding(rig, low, requests, tokens, 50 * rounds) as tasks:
         await rig.wait_until_decoding(tasks, requests, steps=1)
-        for target in (high, low):
+        for target in (high, low) * rounds:
             made.append(await rig.reconfigure(target))
             await rig.wait_until_decoding(tasks, requests, steps=1)
     return made
