@@ -5,12 +5,14 @@ The stand-in for streams (``tests/rehearsal``) knows what is ordered before what
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from sglang_pat.judge.plan import PLACES, CannotStream, JudgeMemory, spread_layers
+from sglang_pat.judge.plan import FEWEST, PLACES, CannotStream, JudgeMemory, order_layers
 from sglang_pat.memory.machine import GIB
 from sglang_pat.memory.shapes import ModelShape, read_config
 from sglang_pat.testing import models
@@ -33,9 +35,8 @@ class Layer(torch.nn.Module):
         self.streams = streams
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if hasattr(self, "streamed"):
-            self.streams.use(self.weight)
-            self.streams.use(self.bias)
+        self.streams.use(self.weight)
+        self.streams.use(self.bias)
         return torch.tanh(x @ self.weight) + self.bias[:5]
 
 
@@ -51,11 +52,8 @@ def streams(request, monkeypatch) -> Streams:
 def build(count: int, streams: Streams, kind: type | None = None) -> tuple[list[Layer], torch.nn.Module]:
     from sglang_pat.judge.layers import StreamedLayers
 
-    numbers = spread_layers(count, LAYERS)
-    streamed = (kind or StreamedLayers)(numbers, LAYERS, "cpu")
+    streamed = (kind or StreamedLayers)(order_layers(count, LAYERS), count, "cpu")
     made = streamed.wrap_modules(Layer(number, streams) for number in range(LAYERS))
-    for number in numbers:
-        made[number].streamed = True
     streamed.post_init()
     return made, streamed
 
@@ -120,6 +118,47 @@ def test_a_wait_that_lacks_is_found_out(mistake, what, streams):
         run(layers)
 
 
+COUNTS = [0, *range(FEWEST, LAYERS + 1)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_other_layers_are_streamed_between_two_steps(seed, streams):
+    draw = random.Random(seed)
+    layers, streamed = build(draw.choice(COUNTS), streams)
+    want = run(make_resident(streams))
+    for count in [draw.choice(COUNTS) for _ in range(12)]:
+        streamed.stream(count)
+        assert streamed.count == count
+        assert all(torch.equal(a, b) for a, b in zip(run(layers), want, strict=True))
+
+
+def test_layers_change_when_nothing_runs(streams, monkeypatch):
+    from sglang_pat.judge.layers import HostLayer
+
+    layers, streamed = build(4, streams)
+    place_in, placed = HostLayer.place_in, []
+
+    def look(self, place):
+        placed.append(streams.is_idle())
+        place_in(self, place)
+
+    monkeypatch.setattr(HostLayer, "place_in", look)
+    for count in (6, 3, 0):
+        run(layers)
+        assert not streams.is_idle()
+        streamed.stream(count)
+    assert placed and all(placed)
+
+
+def test_layers_for_which_there_is_no_room_stay_in_host_memory(streams, monkeypatch):
+    layers, streamed = build(6, streams)
+    monkeypatch.setattr(torch, "empty", Mock(side_effect=[torch.empty(512, dtype=torch.uint8), torch.OutOfMemoryError]))
+    addresses = [p.data_ptr() for layer in layers for p in layer.parameters()]
+    streamed.stream(3)
+    assert streamed.count == 6
+    assert [p.data_ptr() for layer in layers for p in layer.parameters()] == addresses
+
+
 def test_a_step_that_fails_leaves_nothing_behind(streams):
     layers, _ = build(5, streams)
     want = run(make_resident(streams))
@@ -172,7 +211,7 @@ def count_streamed(model, monkeypatch, setting: str, free: float, **given) -> in
     monkeypatch.setattr(sglang.srt.distributed, "get_world_group", lambda: world)
     on_cpu = dict(device="cpu", attention_backend="torch_native", dtype="float32", mem_fraction_static=0.5)
     args = ServerArgs(model_path=str(model), **on_cpu | given)
-    return len(getattr(make_offloader(args, None), "_numbers", ()))
+    return make_offloader(args, None).start
 
 
 def test_auto_follows_memory_and_the_longest_sequence(tmp_path, monkeypatch):
@@ -205,25 +244,27 @@ def test_bytes_on_the_device_are_as_planned(arch, count, monkeypatch):
     config = models.make_config(arch, layers=LAYERS, hidden=256, intermediate=512, vocab=64)
     config._attn_implementation = "eager"
     whole = models.load_transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    streamed = StreamedLayers(spread_layers(count, LAYERS), LAYERS, "cpu")
+    streamed = StreamedLayers(order_layers(count, LAYERS), count, "cpu")
     made = streamed.wrap_modules(iter(whole.model.layers))
     streamed.post_init()
     shape = ModelShape.from_config(config.to_dict(), "float32")
     plan = JudgeMemory(shape=shape, tp=1, budget=0, tokens=0)
     tables = shape.weight_bytes(1) - LAYERS * shape.layer_bytes(1)
-    assert streamed.resident_bytes == pytest.approx(plan.count_weight_bytes(count) - tables, rel=0.005)
-    alive = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for m in made for p in m.parameters()}
-    assert sum(alive.values()) == streamed.resident_bytes, "nothing else keeps a layer on the device"
+    for now in (count, *COUNTS):
+        streamed.stream(now)
+        assert streamed.resident_bytes == pytest.approx(plan.count_weight_bytes(now) - tables, rel=0.005)
+        assert streamed.host_bytes == pytest.approx(now * shape.layer_bytes(1), rel=0.005)
+        alive = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for m in made for p in m.parameters()}
+        # Nothing else keeps a layer on the device; one that came back is aligned.
+        assert sum(alive.values()) == pytest.approx(streamed.resident_bytes, rel=0.001)
 
 
 def test_layers_are_found_that_sglang_makes_otherwise(streams):
     from sglang_pat.judge.layers import StreamedLayers
 
-    streamed = StreamedLayers((1, 2, 3), LAYERS, "cpu")
+    streamed = StreamedLayers((1, 2, 3, 0, 4, 5, 6), 3, "cpu")
     model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(make_resident(streams))})
     model["others"] = torch.nn.ModuleList([torch.nn.Identity()])
-    for number in (1, 2, 3):
-        model["layers"][number].streamed = True
     for _ in range(2):
         streamed.find_layers(model)
     streamed.post_init()
@@ -233,7 +274,7 @@ def test_layers_are_found_that_sglang_makes_otherwise(streams):
 def test_a_model_without_such_layers_is_refused(streams):
     from sglang_pat.judge.layers import StreamedLayers
 
-    streamed = StreamedLayers((1, 2, 3), LAYERS, "cpu")
+    streamed = StreamedLayers((1, 2, 3, 0, 4, 5, 6), 3, "cpu")
     streamed.find_layers(torch.nn.ModuleList(make_resident(streams)[:-1]))
     with pytest.raises(CannotStream, match="this model has no list of 7 layers; choose another model"):
         streamed.post_init()

@@ -30,8 +30,11 @@ def seven():
     return make_models("llama")
 
 
-def stream(servers, model, count: int, order: str, *flags: str) -> Server:
-    """A judge on a CPU, whose copies are made as ``order`` says; decode steps are graphs (``tests/rehearsal``)."""
+def stream(servers, model, count: int | str, order: str, *flags: str) -> Server:
+    """A judge on a CPU, whose copies are made as ``order`` says; decode steps are graphs (``tests/rehearsal``).
+
+    With ``auto``, and a seed in ``order``, other layers are streamed in every second turn of the ranks' loop.
+    """
     env = servers.rehearsal | {"STREAM_REHEARSAL": order}
     if "--tp" in flags:
         env["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
@@ -54,7 +57,9 @@ def load(server: Server, model) -> None:
     "arch,count,order,flags",
     [
         ("llama", 5, "late", ()),
+        ("llama", "auto", "late 1", ()),
         ("granite", LAYERS, "early", ("--tp", "2")),  # SGLang makes its layers without make_layers
+        ("granite", "auto", "early 2", ("--tp", "2")),
     ],
 )
 def test_answers_are_those_of_a_resident_model_before_and_after_an_update(servers, arch, count, order, flags):
@@ -66,11 +71,28 @@ def test_answers_are_those_of_a_resident_model_before_and_after_an_update(server
         (tokens, logprobs), (wanted, wanted_logprobs) = answer(judge), answer(resident)
         assert tokens == wanted
         assert logprobs == pytest.approx(wanted_logprobs, rel=1e-4, abs=1e-4)
+    changes = find_changes(judge)
+    assert len(changes) >= 30 if count == "auto" else not changes
+    if changes:
+        assert len({now for now, *_ in changes}) == 6, "0, and 3 to 7 streamed"
+
+
+def find_changes(judge: Server) -> list[tuple[int, int]]:
+    """Layers that were resident then, and before."""
+    found = re.findall(r"(\d+) layers are resident \(before: (\d+)\)", judge.log_text())
+    return [(int(now), int(before)) for now, before in found]
+
+
+def test_the_server_says_how_many_layers_are_resident(servers, seven):
+    judge = stream(servers, seven[0], 5, "late")
+    assert judge.get("/server_info").json()["internal_states"][0]["resident_layers"] == LAYERS - 5
 
 
 def test_the_log_says_the_bytes_that_were_planned(servers, seven):
     log = stream(servers, seven[0], 5, "late").log_text()
-    found = re.search(r"(\d+) layers are streamed from ([\d.]+) MiB of host memory; ([\d.]+) MiB of layers are on", log)
+    found = re.search(
+        r"(\d+) of 7 layers are streamed from ([\d.]+) MiB of host memory; ([\d.]+) MiB of layers are on", log
+    )
     shape = ModelShape.from_config(read_config(str(seven[0])), "float32")
     plan = JudgeMemory(shape=shape, tp=1, budget=0, tokens=0)
     layer, tables = shape.layer_bytes(1), shape.weight_bytes(1) - LAYERS * shape.layer_bytes(1)

@@ -10,6 +10,7 @@ itself and on others (a vector clock).  :meth:`Streams.use` and a copy raise :cl
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 ENV = "STREAM_REHEARSAL"
-"""``late`` or ``early``: when copies of streamed layers are made, in the ranks of an engine."""
+"""``late`` or ``early``: when copies of streamed layers are made, in the ranks of an engine.
+
+With a seed after it (``late 7``) a judge with ``auto`` streams another number of layers in every second turn.
+"""
 
 
 class Race(AssertionError):
@@ -51,14 +55,14 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         assert event.stream is not None, "it waits for an event that was never recorded"
-        self._learn(event.known)
+        self.learn(event.known)
         if not self._pending:  # else what is put here comes after it anyway
             event.stream.run_until(event.put_so_far)
 
     def wait_stream(self, other: Stream) -> None:
-        self._learn(other.known)
+        self.learn(other.known)
 
-    def _learn(self, known: dict[Stream, int]) -> None:
+    def learn(self, known: dict[Stream, int]) -> None:
         for stream, count in known.items():
             self.known[stream] = max(self.known.get(stream, 0), count)
 
@@ -80,6 +84,7 @@ class Streams:
         self._main = Stream()
         self._uses: dict[int, int] = {}
         self._copies: dict[int, tuple[Stream, int]] = {}
+        self._over: list[int] = []
 
     def current_stream(self) -> Stream:
         return self._main
@@ -90,13 +95,24 @@ class Streams:
             yield
 
     def synchronize(self) -> None:
-        for stream, _ in self._copies.values():
+        streams = {self._main, *(stream for stream, _ in self._copies.values())}
+        for stream in streams:
             stream.run_until(stream.put_so_far)
+            for other in streams:
+                stream.learn(other.known)
+        self._over = self._count_work()
+
+    def is_idle(self) -> bool:
+        """Whether nothing was asked for since all was over."""
+        return self._over == self._count_work()
+
+    def _count_work(self) -> list[int]:
+        return [stream.known[stream] for stream in dict.fromkeys([self._main, *(s for s, _ in self._copies.values())])]
 
     def use(self, tensor: torch.Tensor) -> None:
         """The current stream reads ``tensor`` now; raises :class:`Race` if a copy to its place may not be over."""
         place = _find_place(tensor)
-        stream, count = self._copies[place]
+        stream, count = self._copies.get(place, (self._main, 0))  # a resident layer has no copies
         if self._main.known.get(stream, 0) < count:
             raise Race("a layer is computed before its copy is over")
         self._uses[place] = self._main.advance()
@@ -131,7 +147,22 @@ def _find_place(tensor: torch.Tensor) -> int:
 
 def register() -> None:
     """Entry point; called in every process of an engine."""
-    if order := os.environ.get(ENV):
+    if given := os.environ.get(ENV):
         from sglang_pat.judge import layers
 
+        order, _, seed = given.partition(" ")
         layers.get_device_module = lambda device: Streams(late=order == "late")
+        if seed:
+            draw_counts(seed)
+
+
+def draw_counts(seed: str) -> None:
+    """Have each rank want another number of streamed layers whenever it looks at its memory."""
+    from sglang_pat.judge import follow
+    from sglang_pat.judge.plan import FEWEST
+
+    def choose(self: Any, free: int) -> int:
+        draws = self.__dict__.setdefault("draws", random.Random(f"{seed} of rank {self._runner.tp_rank}"))
+        return draws.choice([0, *range(FEWEST, self._streamed.total + 1)])
+
+    follow.EVERY, follow.Follower._choose = 2, choose

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.judge.plan import FEWEST, PLACES, CannotStream, JudgeMemory, parse_count, spread_layers
+from sglang_pat.judge.plan import FEWEST, PLACES, CannotStream, JudgeMemory, order_layers, parse_count, spread_layers
 from sglang_pat.memory.machine import GIB
 from sglang_pat.memory.shapes import ModelShape
 
@@ -27,6 +29,17 @@ def test_streamed_layers_are_evenly_spread(count, layers):
     assert all(0 <= number < layers for number in numbers)
     gaps = {after - before for before, after in zip((-1, *numbers), numbers, strict=False)}
     assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+@given(st.integers(0, 40), st.integers(1, 40))
+def test_further_layers_lie_between_those_that_are_streamed(count, layers):
+    count = min(count, layers)
+    order = order_layers(count, layers)
+    assert sorted(order) == list(range(layers)) and order[:count] == spread_layers(count, layers)
+    for more in range(max(count, 1), layers + 1):
+        ends = [-1, *sorted(order[:more]), layers]
+        runs = [after - before for before, after in pairwise(ends)]
+        assert max(runs) <= max(2 * layers / (more + 1) + 2, layers / (count + 1) + 2)
 
 
 @examples(300)

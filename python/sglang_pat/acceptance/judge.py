@@ -16,7 +16,7 @@ from sglang_pat.acceptance.bench import Bench
 from sglang_pat.acceptance.linears import capture_graph
 from sglang_pat.acceptance.results import Result
 from sglang_pat.cpu import shim
-from sglang_pat.judge.plan import spread_layers
+from sglang_pat.judge.plan import order_layers
 from sglang_pat.memory.shapes import ModelShape
 
 LAYERS = 8
@@ -77,7 +77,7 @@ def judge(bench: Bench) -> Result:
 def measure(
     shape: ModelShape, device: str, dtype: torch.dtype, tokens: tuple[int, ...], repeats: int
 ) -> dict[str, Any]:
-    """Steps of :data:`LAYERS` layers, on a GPU as CUDA graphs.
+    """Steps of :data:`LAYERS` layers, on a GPU as CUDA graphs.  More and more of the same layers are streamed.
 
     Returns:
         ``copy_seconds`` of a layer; ``steps``: by tokens, by the number of streamed layers (0: resident), ``seconds``
@@ -89,12 +89,11 @@ def measure(
     given = {count: torch.randn(count, shape.hidden, device=device, dtype=dtype) for count in tokens}
     wanted = {count: run_layers(resident, x) for count, x in given.items()}
     steps: dict[int, dict[int, dict[str, Any]]] = {count: {} for count in tokens}
+    moved = StreamedLayers(order_layers(0, LAYERS), 0, device)
+    layers = moved.wrap_modules(copy.deepcopy(resident))
+    moved.post_init()
     for streamed in (0, *STREAMED):
-        layers = copy.deepcopy(resident)
-        if streamed:
-            moved = StreamedLayers(spread_layers(streamed, LAYERS), LAYERS, device)
-            moved.wrap_modules(layers)
-            moved.post_init()
+        moved.stream(streamed)
         for count, x in given.items():
             out = torch.empty_like(x)
             step = partial(lambda layers, x, out: out.copy_(run_layers(layers, x)), layers, x, out)

@@ -16,15 +16,17 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat.config import STREAM_VARIABLE
-from sglang_pat.judge.plan import JudgeMemory, parse_count, spread_layers
+from sglang_pat.judge.plan import JudgeMemory, order_layers, parse_count
 from sglang_pat.judge.refusals import refuse_arguments
 from sglang_pat.memory.machine import GIB
 from sglang_pat.memory.shapes import ModelShape, read_config
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.offloader import BaseOffloader
 
+    from sglang_pat.judge.follow import Follower
     from sglang_pat.judge.layers import StreamedLayers
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ def attach() -> None:
         CannotStream: a wrong value; one line.
     """
     global _attached
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor import model_runner
     from sglang.srt.model_loader import loader
     from sglang.srt.server_args import ServerArgs
@@ -56,11 +59,14 @@ def attach() -> None:
         refuse_arguments(args)
         # SGLang's graphs for prefill are compiled pieces of the model, without the hooks that order the copies.
         args.disable_piecewise_cuda_graph = True
+        args.sleep_on_idle = True  # the actor needs the CPU; and an idle judge looks at its memory once a second
         check(args)
 
     ServerArgs.check_server_args = functools.wraps(check)(check_and_adapt)
     model_runner.create_offloader_from_server_args = make_offloader
     loader._initialize_model = _with_layers_found(loader._initialize_model)
+    Scheduler.get_next_batch_to_run = _with_memory_followed(Scheduler.get_next_batch_to_run)
+    Scheduler.get_internal_state = _with_resident_layers(Scheduler.get_internal_state)
     runner = model_runner.ModelRunner
     for name in TOUCH_WEIGHTS:
         setattr(runner, name, _with_weights_in_host_memory(getattr(runner, name)))
@@ -85,8 +91,6 @@ def make_offloader(args: ServerArgs, dp_rank: int | None) -> BaseOffloader:
 
     Where memory does not suffice the engine ends, with one line.
     """
-    from sglang.srt.utils.offloader import NoopOffloader
-
     from sglang_pat.judge.layers import StreamedLayers
 
     layers = args.get_model_config().num_hidden_layers
@@ -98,9 +102,7 @@ def make_offloader(args: ServerArgs, dp_rank: int | None) -> BaseOffloader:
             logger.error("%s", error)
             os.kill(os.getppid(), signal.SIGQUIT)  # as SGLang's schedulers do, whose error is a traceback
             sys.exit(1)
-    if count == 0:
-        logger.info("all %d layers stay on the device", layers)
-    return StreamedLayers(spread_layers(count, layers), layers, args.device) if count else NoopOffloader()
+    return StreamedLayers(order_layers(count, layers), count, args.device)
 
 
 def measure(args: ServerArgs) -> JudgeMemory:
@@ -140,8 +142,43 @@ def _with_weights_in_host_memory(method: Callable) -> Callable:
     return call
 
 
+def _with_memory_followed(choose: Callable) -> Callable:
+    @functools.wraps(choose)
+    def call(scheduler: Scheduler) -> Any:
+        batch = choose(scheduler)
+        if not hasattr(scheduler, "pat_follower"):
+            scheduler.pat_follower = make_follower(scheduler)
+        if scheduler.pat_follower is not None:
+            scheduler.pat_follower.turn(batch is not None)
+        return batch
+
+    return call
+
+
+def make_follower(scheduler: Scheduler) -> Follower | None:
+    """None where the number of layers is given, or where another owns the memory of weights or the turns of ranks."""
+    from sglang_pat.judge.follow import Follower
+
+    streamed, args = _get_streamed_layers(), scheduler.server_args
+    given = parse_count(os.environ[STREAM_VARIABLE], STREAM_VARIABLE) is not None
+    if streamed is None or given or not streamed.can_change or args.enable_memory_saver or args.enable_dp_attention:
+        return None
+    return Follower(scheduler.tp_worker.model_runner, streamed, scheduler.tp_cpu_group)
+
+
+def _with_resident_layers(tell: Callable) -> Callable:
+    @functools.wraps(tell)
+    def call(scheduler: Scheduler, request: Any) -> Any:
+        output = tell(scheduler, request)
+        if (streamed := _get_streamed_layers()) is not None:
+            output.internal_state["resident_layers"] = streamed.total - streamed.count
+        return output
+
+    return call
+
+
 def _get_streamed_layers() -> StreamedLayers | None:
-    """Those of this rank's model; None if all are resident."""
+    """Those of this rank's model; None in a process without one."""
     from sglang.srt.utils.offloader import get_offloader
 
     from sglang_pat.judge.layers import StreamedLayers

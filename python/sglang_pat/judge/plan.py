@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from sglang_pat.memory.shapes import ModelShape
 
@@ -42,6 +43,23 @@ def spread_layers(count: int, layers: int) -> tuple[int, ...]:
     return tuple(number for number in range(layers) if (number + 1) * count // layers > number * count // layers)
 
 
+def order_layers(count: int, layers: int) -> tuple[int, ...]:
+    """All layers in the order in which they go to host memory.
+
+    First ``count`` that are evenly spread; then always the one in the middle of the longest run of resident ones.
+    """
+    order = list(spread_layers(count, layers))
+    while len(order) < layers:
+        before, after = max(pairwise([-1, *sorted(order), layers]), key=lambda run: run[1] - run[0])
+        order.append((before + after) // 2)
+    return tuple(order)
+
+
+def count_saved(streamed: int) -> int:
+    """Layers whose room on the GPU is free while ``streamed`` are in host memory."""
+    return max(0, streamed - PLACES)
+
+
 @dataclass(frozen=True, kw_only=True)
 class JudgeMemory:
     """What one rank of a judge has, and what it needs.  Bytes."""
@@ -56,7 +74,7 @@ class JudgeMemory:
     def count_weight_bytes(self, streamed: int) -> int:
         """Weights on the GPU while ``streamed`` layers are in host memory."""
         layer = self.shape.layer_bytes(self.tp)
-        return self.shape.weight_bytes(self.tp) - layer * max(0, streamed - PLACES)
+        return self.shape.weight_bytes(self.tp) - layer * count_saved(streamed)
 
     @property
     def kv_bytes(self) -> int:
