@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 ENV = "STREAM_REHEARSAL"
 """``late`` or ``early``: when copies of streamed layers are made, in the ranks of an engine.
 
-With a seed after it (``late 7``) a judge with ``auto`` streams another number of layers in every second turn.
+With a seed after it (``late 7``) a judge with ``auto`` streams another number of layers in every fourth turn.
 """
 
 
@@ -165,4 +165,4 @@ def draw_counts(seed: str) -> None:
         draws = self.__dict__.setdefault("draws", random.Random(f"{seed} of rank {self._runner.tp_rank}"))
         return draws.choice([0, *range(FEWEST, self._streamed.total + 1)])
 
-    follow.EVERY, follow.Follower._choose = 2, choose
+    follow.EVERY, follow.Follower._choose = 4, choose
