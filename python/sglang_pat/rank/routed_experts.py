@@ -33,7 +33,7 @@ class RoutedExperts(RoutedExpertsCapturer):
     """SGLang's, with tables that go through switches, and of small integers: a quarter of the memory, or half.
 
     Life cycle of a switch: every old leader calls :meth:`publish`; after that, in any order, every new leader
-    :meth:`await_rows`; and when all are through, every rank :meth:`turn`.  Rows come after that; the next
+    :meth:`plan_copy`; and when all are through, every rank :meth:`turn`.  Rows come after that; the next
     :meth:`publish` waits until they are there.
 
     Args:
@@ -86,8 +86,8 @@ class RoutedExperts(RoutedExpertsCapturer):
         slots = list_slots_once(live, rows)
         self._get_slots(self._rank, self._which)[: len(slots)] = torch.from_numpy(slots)
 
-    def await_rows(self, offers: Mapping[int, Sequence[LiveRequest]], plan: GroupPlan, place: np.ndarray) -> None:
-        """The rows of all tokens that come to the group which this rank is going to lead have to be copied.
+    def plan_copy(self, offers: Mapping[int, Sequence[LiveRequest]], plan: GroupPlan, place: np.ndarray) -> None:
+        """Which rows :meth:`turn` is to copy: of all tokens that come to the group which this rank will lead.
 
         Args:
             offers: what each old leader offers.
@@ -109,7 +109,7 @@ class RoutedExperts(RoutedExpertsCapturer):
         self._which = 1 - self._which
         table = self.host_cache.buffer = self._tables[self._which]
         if leads:
-            assert self._fill is not None, "await_rows comes first"
+            assert self._fill is not None, "plan_copy comes first"
             fill, slots = self._fill
             table.await_rows(slots, lambda: self._thread.submit(fill, table))
 
