@@ -1,6 +1,6 @@
 """The picture of ``policies``: what ``survival`` and ``pat`` lose against the oracle and the static layouts.
 
-On profiles with this package's switch costs.  PAT's are in the table, and no engine here has them.
+On profiles with this package's switch costs; on those with PAT's only if there are no others.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ FLOOR = 1e-4
 HALF, WITHIN = 0.5, 0.98
 """Goals: of ``pat``'s regret at most; of the best static layout's speed at least."""
 PAT_COSTS = "-pat-costs"
-"""How profiles with PAT's switch costs end: not drawn."""
+"""How profiles with PAT's switch costs end.  No engine here has these costs."""
 Cells = Sequence[dict]
 """As of ``policies --json``: ``Cell`` as a dict."""
 
 
 def draw(cells: Cells, path: Path) -> Path:
     """Left: regret of one policy over the other's, cell by cell; right: speed against the best static layout."""
-    cells = [cell for cell in cells if not cell["profile"].endswith(PAT_COSTS)]
+    cells = [cell for cell in cells if not cell["profile"].endswith(PAT_COSTS)] or cells
     figure, (left, right) = pictures.make_panels(2, width=6.4, height=5.2)
     for number, profile in enumerate(dict.fromkeys(cell["profile"] for cell in cells)):
         shade = pictures.SERIES[number % len(pictures.SERIES)]

@@ -39,11 +39,11 @@ class Case:
 CASES = (
     # Qwen3-30B-A3B: 384, 192 and 96 rows in tp2, tp4 and tp8
     Case(tp=2, blocks=(16, 128, 64, 1)),
-    Case(tp=4, rank=3, blocks=(16, 128, 64, 16), tokens=37, top_k=3),  # a block has gate rows and up rows
+    Case(tp=4, rank=3, rows=384, blocks=(16, 128, 64, 16), tokens=37, top_k=3),  # a block has gate rows and up rows
     Case(tp=8, rank=5, blocks=(16, 64, 64, 1), dtype=torch.float16),
     Case(tp=8, rank=7, blocks=(16, 256, 64, 64), tokens=20, top_k=4),  # one block for all rows, and more
     Case(tp=8, rank=0, blocks=(64, 128, 32, 8), tokens=70, hidden=32, dtype=torch.float32),
-    Case(tp=4, blocks=(16, 64, 64, 1), hidden=80, tokens=1, top_k=8, experts=8, dtype=torch.float32),  # odd depth
+    Case(tp=4, rows=192, blocks=(16, 64, 64, 1), hidden=80, tokens=1, top_k=4, dtype=torch.float32),  # odd depth
     Case(tp=2, rank=0, rows=72, blocks=(32, 64, 32, 4), tokens=9, top_k=1, experts=16),  # experts without tokens
     Case(tp=2, rows=40, blocks=(16, 16, 16, 1), hidden=16, dtype=torch.float16, top_k=1),
     Case(tp=1, rank=0, rows=96, blocks=(16, 64, 32, 1)),  # as the base has them
@@ -158,15 +158,16 @@ def check_acceptance() -> None:
     """Its step passes; and fails if a kernel is wrong."""
     from sglang.srt.layers.moe.moe_runner.triton_utils import override_config
 
-    from sglang_pat.acceptance.experts import Layer, compare
+    from sglang_pat.acceptance import experts as step
     from sglang_pat.rank import experts, experts_triton
 
-    layer = Layer(experts=4, rows=96, hidden=32, top_k=2)
+    step.ROUTINGS = 1  # a time means nothing here
+    layer = step.Layer(experts=4, rows=96, hidden=32, top_k=2)
     blocks = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 1}
     with override_config(blocks):
-        found = compare(layer, (3,), "cpu", torch.bfloat16, repeats=1)
+        found = step.compare(layer, (3,), "cpu", torch.bfloat16, repeats=1)
         experts.multiply_gate_up = experts_triton.multiply_gate_up = lambda x, gate, up, out, *_, config: out.zero_()
-        wrong = compare(layer, (3,), "cpu", torch.bfloat16, repeats=1)
+        wrong = step.compare(layer, (3,), "cpu", torch.bfloat16, repeats=1)
     assert (found.verdict, wrong.verdict) == ("passed", "failed")
     assert found.line.startswith("3 of 3 equal; ") and wrong.line.startswith("0 of 3 equal; ")
     assert [row[:3] for row in found.rows[1:]] == [[str(tp), "3", "yes"] for tp in (2, 4, 8)]

@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from sglang_pat.cpu import shim
+from sglang_pat.launch import processes
 from sglang_pat.testing.prefork import die_with_parent
 
 if TYPE_CHECKING:
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 
 
 def serve(arguments: ServerArgs) -> None:
-    """In the spawned process: SGLang's own function, and nothing of ours."""
+    """In the spawned process: SGLang's own function; of ours only what saves the ranks an import of SGLang."""
     die_with_parent()
+    processes.fork_here()
     from sglang.srt.entrypoints.http_server import launch_server
 
     launch_server(arguments)

@@ -46,6 +46,8 @@ def test_study(tmp_path):
     cell = {"static_over_oracle": 1.0, "static_over_survival": 0.9, "pat_decided": 0.02}
     ours, theirs = cell | {"profile": "a", "survival_decided": 0.01}, cell | {"profile": "a-pat-costs"}
     assert is_png(policies_picture.draw([ours, theirs], tmp_path / "a.png")), "PAT's switch costs are left out"
+    only_theirs = [theirs | {"survival_decided": 0.01}]
+    assert is_png(policies_picture.draw(only_theirs, tmp_path / "b.png")), "PAT's switch costs alone are drawn"
     assert "survival loses 1.00%" in policies_picture.format_title(
         [ours]
     ) and "pat 2.00%" in policies_picture.format_title([ours])

@@ -8,15 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_pat.cpu import shim
+from sglang_pat.rank.routed_rows import Table
 
 pytestmark = pytest.mark.unit
 
 
-def make_table(slots: int):
-    shim.ensure()
-    from sglang_pat.rank.routed_experts import Table
-
+def make_table(slots: int) -> Table:
     return Table(torch.zeros(slots, 2, dtype=torch.uint8))
 
 

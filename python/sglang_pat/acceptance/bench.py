@@ -89,7 +89,7 @@ class Bench:
     def tail(self) -> list[int]:
         """How long the answers of one long-tail batch are, tokens."""
         if self.device == "cpu":
-            return [16] * 6 + [120, 90]
+            return [16] * 6 + [60, 45]
         short, long = (16, 128) if self.sharing else (64, 1024)  # a step of ranks that share a GPU takes long
         return [short] * (16 * self.ranks - 2) + [long, long * 3 // 4]
 

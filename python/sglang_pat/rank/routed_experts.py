@@ -12,8 +12,7 @@ not be done in the pause: a thread copies while the next steps are made.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Lock
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -23,17 +22,15 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer
 
 from sglang_pat.cpu.windows import Windows
+from sglang_pat.rank.routed_rows import Table
 from sglang_pat.switch.plan import GroupPlan, LiveRequest, list_slots_once, match_slots
-
-PIECE = 4096
-"""Rows that are copied at once: few enough to stay in a core's cache between reading and writing."""
 
 
 class RoutedExperts(RoutedExpertsCapturer):
     """SGLang's, with tables that go through switches, and of small integers: a quarter of the memory, or half.
 
     Life cycle of a switch: every old leader calls :meth:`publish`; after that, in any order, every new leader
-    :meth:`await_rows`; and when all are through, every rank :meth:`turn`.  Rows come after that; the next
+    :meth:`plan_copy`; and when all are through, every rank :meth:`turn`.  Rows come after that; the next
     :meth:`publish` waits until they are there.
 
     Args:
@@ -86,8 +83,8 @@ class RoutedExperts(RoutedExpertsCapturer):
         slots = list_slots_once(live, rows)
         self._get_slots(self._rank, self._which)[: len(slots)] = torch.from_numpy(slots)
 
-    def await_rows(self, offers: Mapping[int, Sequence[LiveRequest]], plan: GroupPlan, place: np.ndarray) -> None:
-        """The rows of all tokens that come to the group which this rank is going to lead have to be copied.
+    def plan_copy(self, offers: Mapping[int, Sequence[LiveRequest]], plan: GroupPlan, place: np.ndarray) -> None:
+        """Which rows :meth:`turn` is to copy: of all tokens that come to the group which this rank will lead.
 
         Args:
             offers: what each old leader offers.
@@ -109,55 +106,6 @@ class RoutedExperts(RoutedExpertsCapturer):
         self._which = 1 - self._which
         table = self.host_cache.buffer = self._tables[self._which]
         if leads:
-            assert self._fill is not None, "await_rows comes first"
+            assert self._fill is not None, "plan_copy comes first"
             fill, slots = self._fill
             table.await_rows(slots, lambda: self._thread.submit(fill, table))
-
-
-class Table:
-    """Rows by KV slot, some of which a thread may still be copying; who reads waits for it.
-
-    A slot may be written before its row comes: its request has ended, and the slot is another's.  Then none comes.
-
-    Args:
-        rows: ``[slots, ...]``.
-    """
-
-    def __init__(self, rows: torch.Tensor) -> None:
-        self._rows = rows
-        self._awaited = np.zeros(len(rows), dtype=bool)
-        self._lock = Lock()
-        self._copying: Future | None = None
-
-    def __getitem__(self, slots: torch.Tensor) -> torch.Tensor:
-        self.wait()
-        return self._rows[slots]
-
-    def __setitem__(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        with self._lock:
-            self._rows[slots] = rows
-            self._awaited[slots.numpy()] = False
-
-    def wait(self) -> None:
-        """Until no row is awaited; raises what copying has raised."""
-        if self._copying is not None:
-            self._copying.result()
-            self._copying = None
-
-    def await_rows(self, slots: np.ndarray, begin: Callable[[], Future]) -> None:
-        """Rows of ``slots`` will come by :meth:`copy`, in the thread that ``begin`` sets to work."""
-        self._awaited[:] = False
-        self._awaited[slots] = True
-        self._copying = begin()
-
-    def copy(self, source: torch.Tensor, old: np.ndarray, new: np.ndarray) -> None:
-        """Copy the rows ``old`` of ``source``, which nobody writes, to ``new``, where they are still awaited.
-
-        By numpy, which on one core takes a third of torch's time for small integers.
-        """
-        read, written = source.numpy(), self._rows.numpy()
-        for begin in range(0, len(old), PIECE):
-            rows, slots = read.take(old[begin : begin + PIECE], axis=0), new[begin : begin + PIECE]
-            with self._lock:
-                left = self._awaited[slots]
-                written[slots[left]] = rows[left]

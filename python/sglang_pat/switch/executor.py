@@ -246,7 +246,7 @@ class SwitchExecutor:
                 self.scheduler, new, plans[new.group_of(self.rank)], offers, capsules, held, place
             )
             if self.experts is not None and self.rank in new.leaders:
-                self.experts.await_rows({group: offer.live for group, offer in offers.items()}, plans[self.rank], place)
+                self.experts.plan_copy({group: offer.live for group, offer in offers.items()}, plans[self.rank], place)
         except Exception as exc:
             error = exc
         self._vote(error)

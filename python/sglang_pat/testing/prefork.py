@@ -11,6 +11,7 @@ survive a fork.  What a module reads of the environment while it is imported is 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import multiprocessing
@@ -22,9 +23,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 from unittest import mock
 
 SERVER = "sglang_pat.launch_server"
@@ -250,7 +252,25 @@ def become(files: list[int], module: str, argv: list[str], env: dict[str, str]) 
     sys.argv = [module, *argv]
     if module == SERVER and "--adaptive-tp" not in argv:
         fork_stock()
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    code: object = None
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code
+    _exit(code)
+
+
+def _exit(code: object) -> NoReturn:
+    """As ``sys.exit(code)`` at the end of a program, which would take seconds to put away what was imported."""
+    vars(threading)["_shutdown"]()  # as multiprocessing ends a process
+    atexit._run_exitfuncs()
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code or 0)
 
 
 def fork_stock() -> None:
