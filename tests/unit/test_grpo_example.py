@@ -189,9 +189,7 @@ def take_two_steps(model, folder, script: dict[int, list[str]]) -> tuple[Trainer
     ],
     ids=str,
 )
-def test_groups_that_are_trained_on_a_lent_rank_make_the_same_update(
-    script, lent, parts, model, tmp_path, monkeypatch
-):
+def test_groups_that_are_trained_on_a_lent_rank_make_the_same_update(script, lent, parts, model, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, most: None)  # hides a wrong factor
     mine, gradient = take_two_steps(model, tmp_path / "lent", script)
     other, whole = take_two_steps(model, tmp_path / "whole", {})
