@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -57,7 +58,8 @@ def lend(folder: Path) -> None:
         way="adaptive", lend=True, steps=3, prompts=4, responses=4, held_out=8, every=9, warm_up=2, rate=1e-3
     )  # fmt: skip
     engine = start_engine(run, model)
-    trainer = Trainer(run, engine, model, countdown.draw_task(12, 8, seed=0), folder / "lend.pt", None)
+    task = replace(countdown.draw_task(12, 8, seed=0), verify=lambda problem, answer: len(answer) / run.limit)
+    trainer = Trainer(run, engine, model, task, folder / "lend.pt", None)
     torch.nn.utils.clip_grad_norm_ = lambda parameters, most: None
     assert trainer.step().timeline.lent is None
     before, said = deepcopy(trainer.policy), []
