@@ -120,7 +120,7 @@ def draw_step(path: Path, results: Results) -> Path:
     updated = max((end for _, end in step.training), default=step.over)
     _draw_spans(axes, trainer, [(updated, step.end)], pictures.RED, "update, weights into the engine")
     axes.axvline(step.over, color=pictures.LINE, linewidth=0.8, linestyle="--")
-    axes.text(step.over, -0.45, " the round is over", fontsize=8, va="center")
+    axes.text(step.over, -0.5, "the round is over ", fontsize=8, va="center", ha="right")
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.7)
     axes.grid(axis="y", visible=False)
