@@ -100,13 +100,13 @@ def begin(args: Any, steps: int, folder: Path) -> Trainer:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = _bench.options(__doc__, "small steps, two of each way; no picture")
-    parser.add_argument("--rounds", type=int, default=7, help="steps of each way (default: %(default)s)")
+    parser = _bench.options(__doc__, "small steps, no picture")
+    parser.add_argument("--rounds", type=int, help="steps of each way (default: 7, with --quick 2)")
     parser.add_argument("--model", default="", metavar="FOLDER", help="as of examples.grpo")
     parser.add_argument("--task", default="", metavar="NAME")
     args = parser.parse_args(argv)
     about = _bench.about()
-    rounds = 2 if args.quick else args.rounds
+    rounds = args.rounds or (2 if args.quick else 7)
     with tempfile.TemporaryDirectory() as folder:
         trainer = begin(args, WARM + rounds * len(WAYS), Path(folder))
         try:

@@ -65,6 +65,8 @@ class Lending:
 
     def begin(self) -> None:
         self.groups: list[Group] = []
+        self.asks = True
+        """The policy may still say something new in this round."""
         self.trained = self.ended = 0
         """Groups whose gradient is there; tokens of responses that have ended."""
         self.moves: list[float] = []
@@ -95,7 +97,7 @@ class Lending:
                 self.pace[lent] = sum(seconds for seconds, _ in spans) / sum(tokens for _, tokens in spans)
 
     def follow_policy(self) -> None:
-        if False not in self.pace:
+        if False not in self.pace or not self.asks:
             return  # the first step is measured
         measured = {"slowdown": max(1.0, self.pace[True] / self.pace[False])} if True in self.pace else {}
         complete = sum(len(group.list_kept()) for group in self.groups)
@@ -110,6 +112,7 @@ class Lending:
             self.moves.append(time.monotonic())
         elif said["move"] == Move.TAKE_BACK:
             self.take_back()
+        self.asks = said["move"] != Move.NEVER
 
     def take_back(self) -> None:
         self.engine.take_back_ranks()

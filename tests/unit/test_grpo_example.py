@@ -215,8 +215,10 @@ def test_what_the_policy_is_told(model, tmp_path):
     for one in asked:
         Training(**one)
     assert asked[0]["seconds_per_token"] > 0 and "slowdown" not in asked[0]
+    trainer.engine.script = {2: ["never"]}
     trainer.step()
     assert asked[-1]["slowdown"] >= 1, "it was measured"
+    assert len(asked) == 5, "never is for this step"
 
 
 def test_the_picture_of_a_step_says_what_was_hidden(model, tmp_path):
