@@ -1,4 +1,5 @@
-"""The picture of a run: what was learnt, over samples and over time; how long responses were; where the time went."""
+"""The picture of a run: what was learnt, over samples and over time; how long responses were; where the time went.  And
+that of a step in which a rank was lent."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from pathlib import Path
 from statistics import mean, median
 
 import msgspec
+from matplotlib.axes import Axes
 
+from examples.grpo.lend import Span, Timeline
 from examples.grpo.train import Row, Run
 from sglang_pat.tools import pictures
 
@@ -99,4 +102,45 @@ def make_title(results: Results) -> str:
     return (
         f"{run.task or 'Counting down'}, way {run.way}, seed {run.seed}: from {results.before:.2f} to "
         f"{results.after:.2f} on held-out problems in {rows[-1].samples} responses{deferred}"
+    )
+
+
+def draw_step(path: Path, results: Results) -> Path:
+    """A step by rank over time: the last one in which a rank was lent, or else the last one."""
+    numbered = [(number, row.timeline) for number, row in enumerate(results.rows, 1) if row.timeline]
+    number, step = next((found for found in reversed(numbered) if found[1].lent), numbered[-1])
+    figure, (axes,) = pictures.make_panels(1, width=9, height=2.8)
+    names = [*(f"rank {rank}" for rank in range(len(step.generating))), "trainer"]
+    for place, spans in enumerate(step.generating):
+        _draw_spans(axes, place, spans, pictures.STEEL, "generates")
+    if step.lent:
+        _draw_spans(axes, 1, [step.lent], pictures.GRID, "lent")
+    trainer = len(names) - 1
+    _draw_spans(axes, trainer, step.training, pictures.PALE_PURPLE, "gradient")
+    updated = max((end for _, end in step.training), default=step.over)
+    _draw_spans(axes, trainer, [(updated, step.end)], pictures.RED, "update, weights into the engine")
+    axes.axvline(step.over, color=pictures.LINE, linewidth=0.8, linestyle="--")
+    axes.text(step.over, -0.5, "the round is over ", fontsize=8, va="center", ha="right")
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.7)
+    axes.grid(axis="y", visible=False)
+    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    pictures.set_labels(axes, f"seconds of step {number}", "")
+    pictures.set_figure_title(figure, make_step_title(number, step))
+    return pictures.save(figure, path)
+
+
+def _draw_spans(axes: Axes, place: int, spans: list[Span], color: str, label: str) -> None:
+    seen = axes.get_legend_handles_labels()[1]
+    bars = [(start, end - start) for start, end in spans]
+    axes.broken_barh(bars, (place - 0.35, 0.7), color=color, label=None if label in seen else label)
+
+
+def make_step_title(number: int, step: Timeline) -> str:
+    """How much of the training was done during the round."""
+    if step.lent is None:
+        return f"Step {number}, {step.end:.1f} s: no rank was lent, and all is trained after the round"
+    return (
+        f"Step {number}, {step.end:.1f} s: on a rank that was lent for {step.lent[1] - step.lent[0]:.1f} s, "
+        f"{step.hidden:.0%} of the training was done before the round was over"
     )

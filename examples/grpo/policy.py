@@ -109,7 +109,9 @@ def compute_advantages(rewards: Sequence[float]) -> list[float]:
 
 
 def add_gradient(policy: Any, groups: Sequence[Group], decoupled: bool) -> float:
-    """GRPO's gradient, a mean over all tokens; returns how far trainer and engine are apart.
+    """GRPO's gradient, a sum over all tokens; returns how far trainer and engine are apart.
+
+    A sum, so that a batch may come in parts: who has all of them divides by the number of their tokens.
 
     Args:
         groups: with rewards.
@@ -123,7 +125,6 @@ def add_gradient(policy: Any, groups: Sequence[Group], decoupled: bool) -> float
         samples = group.list_kept()
         advantages = compute_advantages([float(sample.reward or 0.0) for sample in samples])
         work += [(group.prompt["input_ids"], *both) for both in zip(samples, advantages, strict=True)]
-    total = sum(len(sample.output.token_ids) for _, sample, _ in work)
     apart = 0.0
     most = min(TOKENS, LOGITS // policy.config.vocab_size)
     for part in split_by_length(work, lambda entry: len(entry[0]) + len(entry[1].output.token_ids), most):
@@ -136,7 +137,7 @@ def add_gradient(policy: Any, groups: Sequence[Group], decoupled: bool) -> float
         advantage = torch.tensor([advantage for *_, advantage in part])[:, None]
         behaviour = sampled if decoupled else proximal
         objective = compute_decoupled_objective(logprobs, proximal, behaviour, advantage, cap=CAP)
-        (-(objective * mask).sum() / total).backward()
+        (-(objective * mask).sum()).backward()
     return apart
 
 

@@ -16,6 +16,7 @@ import torch
 
 import sglang_pat
 from examples.grpo import countdown
+from examples.grpo.lend import Lending, Timeline, make_profile
 from examples.grpo.policy import add_gradient, copy_weights, load_policy
 from examples.grpo.task import Task
 from sglang_pat import files
@@ -38,6 +39,8 @@ RAMP = 10
 """Steps in which the rate of learning rises: AdamW's first steps are large, whatever the gradient."""
 SWITCHING = ("adaptive", "all")
 """Of these, the engine merges its replicas when few responses are left."""
+KV_TOKENS = 32768
+PROFILES = Path(".cache/profiles")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,7 @@ class Run:
         switch_at: merge when so many responses or fewer are left.
         held_out: problems that are never trained; ``every``: steps from one test on them to the next.
         model: folder of a checkpoint, and ``task`` of reasoning-gym; "": the small Llama counts down.
+        lend: a rank to the trainer, while a round drains.
     """
 
     way: str = "plain"
@@ -69,10 +73,13 @@ class Run:
     every: int = 10
     model: str = ""
     task: str = ""
+    lend: bool = False
 
     def __post_init__(self) -> None:
         if bool(self.model) != bool(self.task):
             raise ValueError("--model and --task go together: the small Llama counts down, and nothing else does")
+        if self.lend and self.way != "adaptive":
+            raise ValueError(f"--lend is for --way adaptive, in which every response is trained, not for {self.way}")
         for name in ("steps", "warm_up", "limit", "held_out", "every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
@@ -100,6 +107,7 @@ class Row(msgspec.Struct, kw_only=True):
         trained: numbers of the prompts.
         thrown: tokens; ``waiting``: prompts.
         apart: see :func:`.policy.add_gradient`.
+        timeline: with ``lend``.
     """
 
     samples: int
@@ -114,6 +122,7 @@ class Row(msgspec.Struct, kw_only=True):
     thrown: int
     waiting: int
     apart: float
+    timeline: Timeline | None = None
 
 
 def start_engine(run: Run, model: Path) -> sglang_pat.Engine:
@@ -121,9 +130,13 @@ def start_engine(run: Run, model: Path) -> sglang_pat.Engine:
     policy: dict[str, Any] = {"pat_policy": "off"}
     if run.way in SWITCHING:
         policy = {"pat_policy": "threshold", "pat_switch_at": run.switch_at}
+    if run.lend:
+        flags = ["--dtype", "float32", "--skip-tokenizer-init", "--max-total-tokens", str(KV_TOKENS)]
+        path = make_profile(model, PROFILES / f"grpo-{model.name}.json", flags)
+        policy = {"pat_policy": "survival", "pat_profile": str(path)}
     return sglang_pat.Engine(
         model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True, dtype="float32", skip_tokenizer_init=True,
-        max_total_tokens=32768, random_seed=run.seed, log_level="error", **policy,
+        max_total_tokens=KV_TOKENS, random_seed=run.seed, log_level="error", **policy,
     )  # fmt: skip
 
 
@@ -147,6 +160,7 @@ class Trainer:
         }  # fmt: skip
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=run.rate, betas=(0.9, 0.95), weight_decay=0.0)
         self.admitter = Admitter(run.make_rules())
+        self.lending = Lending(engine, self.train, run.prompts * run.responses) if run.lend else None
         self.rows: list[Row] = []
         self.before: float | None = None
         """Mean reward on the held-out problems before the first step."""
@@ -166,11 +180,13 @@ class Trainer:
         """A round and what is learnt from it, saved."""
         if self.before is None:
             self.before = self.test()
-        clock = Clock()
         used = Figures.from_status(self.engine.status())
+        clock = Clock()
+        self.optimizer.zero_grad()
+        self.apart = 0.0
         groups, summary = self.generate()
         clock.end("generation")
-        apart = self.update(groups)
+        self.update(groups)
         clock.end("training")
         self.push_weights()
         clock.end("weight sync")
@@ -183,7 +199,8 @@ class Trainer:
             reward=mean(float(sample.reward or 0.0) for sample in samples),
             lengths=[sample.output.tokens for sample in samples],
             held_out=None, parts=clock.parts, degrees=dict(used.seconds), trained=[group.index for group in groups],
-            kind=summary.kind, thrown=summary.thrown, waiting=len(summary.ages), apart=apart,
+            kind=summary.kind, thrown=summary.thrown, waiting=len(summary.ages), apart=self.apart,
+            timeline=self.lending.make_timeline(clock.ends) if self.lending else None,
         )  # fmt: skip
         self.rows.append(row)
         if self.over or len(self.rows) % self.run.every == 0:
@@ -192,13 +209,25 @@ class Trainer:
         return row
 
     def generate(self) -> tuple[list[Group], Summary]:
-        """A round, its responses rewarded as they end."""
-        *groups, summary = self.engine.rollout(self.admitter, self.sampling, version=len(self.rows), reward=self.reward)
-        return groups, summary
+        """A round, its responses rewarded as they end.  With ``lend`` its first groups may be trained meanwhile."""
+        events = self.engine.rollout(self.admitter, self.sampling, version=len(self.rows), reward=self.reward)
+        if self.lending is None:
+            *groups, summary = events
+            return groups, summary
+        self.lending.begin()
+        for event in events:
+            if isinstance(event, Summary):
+                summary = event
+            else:
+                self.lending.take(event)
+        return self.lending.groups, summary
 
     def reward(self, response: Response) -> float:
         """Raises ValueError: one line, the verifier gave something else than a number from 0 to 1."""
-        return self.judge(self.task.problems[response.sample.index], response.output.token_ids)
+        problem, tokens = self.task.problems[response.sample.index], response.output.token_ids
+        if self.lending is not None:
+            self.lending.ended += len(self.task.make_prompt(problem)) + len(tokens)
+        return self.judge(problem, tokens)
 
     def judge(self, problem: str, token_ids: list[int]) -> float:
         """As :meth:`reward`."""
@@ -207,15 +236,24 @@ class Trainer:
             raise ValueError(f"the verifier gave {value!r} for {problem!r}, must give a number from 0 to 1")
         return float(value)
 
-    def update(self, groups: list[Group]) -> float:
-        """One step of AdamW; as :func:`.policy.add_gradient`."""
-        self.optimizer.zero_grad()
-        apart = add_gradient(self.policy, groups, decoupled=self.admitter.rules.mode == "partial")
+    def train(self, groups: Sequence[Group]) -> None:
+        """Add their gradient to that of the step."""
+        decoupled = self.admitter.rules.mode == "partial"
+        self.apart = max(self.apart, add_gradient(self.policy, groups, decoupled))
+
+    def update(self, groups: list[Group]) -> None:
+        """One step of AdamW, with the mean gradient over the tokens of all groups."""
+        if self.lending is None:
+            self.train(groups)
+        else:
+            self.lending.finish()
+        tokens = sum(len(sample.output.token_ids) for group in groups for sample in group.list_kept())
+        for parameter in self.policy.parameters():
+            parameter.grad /= tokens
         torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = self.run.rate * min(1.0, (len(self.rows) + 1) / RAMP)
         self.optimizer.step()
-        return apart
 
     def push_weights(self) -> None:
         done, said = self.engine.update_weights_from_tensor(copy_weights(self.policy))
@@ -276,11 +314,12 @@ class Clock:
 
     def __init__(self) -> None:
         self.parts: dict[str, float] = {}
-        self._since = time.perf_counter()
+        self.ends = [time.monotonic()]
+        """The start, and the end of each part."""
 
     def end(self, part: str) -> None:
-        now = time.perf_counter()
-        self.parts[part], self._since = now - self._since, now
+        self.ends.append(time.monotonic())
+        self.parts[part] = self.ends[-1] - self.ends[-2]
 
 
 def describe(rows: Sequence[Row], steps: int) -> str:

@@ -13,6 +13,8 @@ from typing import Annotated, Any, cast
 
 import msgspec
 
+from sglang_pat.policies.lending import Training
+
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """What policies compute with; more cannot be read."""
 
@@ -413,6 +415,14 @@ class LendRanks(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     query_id: int
     stride: int
+
+
+class LendingQuery(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Whether ranks should be lent now, or taken back.  Answered with :class:`ReconfigureReply`, whose record has the
+    fields of a :class:`~sglang_pat.policies.lending.LendingDecision`."""
+
+    query_id: int
+    training: Training
 
 
 class ReconfigureReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):

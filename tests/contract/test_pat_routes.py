@@ -14,6 +14,7 @@ API_KEY, ADMIN_KEY = "api-secret", "admin-secret"
 
 CLIENTS = {
     ("/pat/status", "GET"), ("/pat/schedule", "GET"), ("/pat/round", "POST"), ("/pat/round", "DELETE"),
+    ("/pat/lending", "POST"),
 }  # fmt: skip
 ADMINS = {
     ("/pat/reconfigure", "POST"), ("/pat/schedule", "POST"),
@@ -134,3 +135,31 @@ def test_a_round_is_begun_with_what_can_be(app, monkeypatch, body, line):
     else:
         said = answer.json()["error"]["message"]
         assert answer.status_code == 400 and line in said and "\n" not in said and not sent
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ({"samples": 4, "complete": 1, "ready": 30, "seconds_per_token": 1e-3}, "asked"),
+        ({"samples": 4, "complete": 1, "ready": 30}, "object missing required field seconds_per_token"),
+        ({"samples": 0, "complete": 0, "ready": 0, "seconds_per_token": 1}, "samples is 0: expected int >= 1"),
+        (
+            {"samples": 4, "complete": 5, "ready": 0, "seconds_per_token": 1},
+            "complete is 5, of 4 samples: give at most",
+        ),
+        ({"samples": 4, "complete": 1, "ready": 30, "pace": 1}, "object contains unknown field pace"),
+    ],
+    ids=str,
+)
+def test_lending_is_asked_with_what_can_be(app, monkeypatch, body, line):
+    from sglang_pat.policies.lending import Training
+    from sglang_pat.server import http
+
+    async def decide(training):
+        assert training == Training(**body)
+        return {"move": "asked"}
+
+    monkeypatch.setattr(http, "_get_manager", lambda: SimpleNamespace(pat_decide_lending=decide))
+    answer = client(app).post("/pat/lending", json=body)
+    said = answer.json()["error"]["message"] if "error" in answer.json() else answer.json()["move"]
+    assert line in said and "\n" not in said and answer.status_code == (200 if line == "asked" else 400)

@@ -1,19 +1,26 @@
 """Run by test_grpo.py as a program of its own: the example of GRPO, two steps of each way, until it is killed, or with
-another model and task."""
+another model and task; and a step in which a rank is lent."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from examples.grpo import __main__ as command
-from examples.grpo import countdown
-from examples.grpo.policy import warm_up
+from examples.grpo import countdown, train
+from examples.grpo.policy import add_gradient, warm_up
 from examples.grpo.train import RULES, Run, Trainer, load_checkpoint, start_engine
 from sglang_pat.launch import processes
+from sglang_pat.predict import profile as profiles
 from sglang_pat.testing import models
+
+from .made_up import made_up, read_fingerprint
 
 SMALL = "--steps 3 --prompts 4 --responses 4 --held-out 8 --every 2 --warm-up 2 --switch-at 6".split()
 
@@ -43,6 +50,40 @@ def two_steps(folder: Path) -> None:
     engine.shutdown()
 
 
+def lend(folder: Path) -> None:
+    """In the second step, by force: the engine's policy is asked, and its answer is looked at, but not followed."""
+    model, train.PROFILES = warm_up(folder / "model", 0, 2, 0.3), folder
+    profiles.save(made_up(read_fingerprint(str(model))), folder / "grpo-model.json")
+    run = Run(
+        way="adaptive", lend=True, steps=3, prompts=4, responses=4, held_out=8, every=9, warm_up=2, rate=1e-3
+    )  # fmt: skip
+    engine = start_engine(run, model)
+    task = replace(countdown.draw_task(12, 8, seed=0), verify=lambda problem, answer: len(answer) / run.limit)
+    trainer = Trainer(run, engine, model, task, folder / "lend.pt", None)
+    torch.nn.utils.clip_grad_norm_ = lambda parameters, most: None
+    assert trainer.step().timeline.lent is None
+    before, said = deepcopy(trainer.policy), []
+
+    def decide(**about):
+        said.append(engine.decide_lending(**about))
+        return {"move": {4: "lend", 12: "take_back"}.get(about["complete"], "wait") if about["ready"] else "wait"}
+
+    trainer.lending.decide = decide
+    row = trainer.step()
+    assert row.apart < 1e-4 and row.timeline.lent and row.timeline.hidden > 0
+    assert said[0]["move"] in ("lend", "wait") and all(one["why"] for one in said), said
+    switches = [record["reason"] for record in engine.status()["switches"]]
+    assert [reason for reason in switches if reason in ("lend", "take back")] == ["lend", "take back"], switches
+    groups = trainer.lending.groups
+    before.zero_grad()
+    add_gradient(before, groups, decoupled=False)
+    tokens = sum(row.lengths)
+    mine = torch.cat([parameter.grad.flatten() for parameter in trainer.policy.parameters()])
+    whole = torch.cat([parameter.grad.flatten() / tokens for parameter in before.parameters()])
+    assert float((mine - whole).norm() / whole.norm()) <= 1e-5
+    engine.shutdown()
+
+
 def verify(problem: str, answer: str) -> float:
     """So that a random model has something to learn: the share of letters before "m"."""
     return sum(letter < "m" for letter in answer) / max(1, len(answer))
@@ -52,6 +93,9 @@ def main(kind: str, folder: str) -> int:
     processes.fork_here()
     if kind == "ways":
         two_steps(Path(folder))
+        return 0
+    if kind == "lend":
+        lend(Path(folder))
         return 0
     if kind == "task":
         model = models.make_random("qwen3", Path(folder, "model"), kv_heads=2, tie=True)

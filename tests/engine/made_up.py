@@ -21,11 +21,16 @@ def fingerprint(model: Path, prefork: Prefork | None) -> Fingerprint:
 
 
 def main(model: str) -> None:
+    print(msgspec.json.encode(read_fingerprint(model)).decode())
+
+
+def read_fingerprint(model: str) -> Fingerprint:
+    """In a process that may import SGLang."""
     shim.ensure()
     from sglang_pat.launch.spec import AdaptiveServerArgs, make_fingerprint
 
     args = AdaptiveServerArgs(model_path=model, tp_size=1, dp_size=2, adaptive_tp=True, dtype="float32")
-    print(msgspec.json.encode(make_fingerprint(args, args.read_config(), kv_tokens=4096, max_running=8)).decode())
+    return make_fingerprint(args, args.read_config(), kv_tokens=4096, max_running=8)
 
 
 def made_up(deployment: Fingerprint, tp2_with_16: float = 0.048) -> Profile:

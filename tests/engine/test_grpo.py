@@ -1,5 +1,5 @@
-"""The example of GRPO on a real engine: two steps of each way, one that is killed in the middle of a step, and a model
-and a task from elsewhere."""
+"""The example of GRPO on a real engine: two steps of each way, one that is killed in the middle of a step, a model and
+a task from elsewhere, and a rank that is lent."""
 
 from __future__ import annotations
 
@@ -35,3 +35,9 @@ def test_a_checkpoint_learns_a_task_of_reasoning_gym(servers, tmp_path):
     assert sorted(number for row in found.rows for number in row.trained) == list(range(8))
     assert all(row.apart < 1e-4 and max(row.lengths) <= 20 and 0 < row.reward < 1 for row in found.rows)
     assert found.run.task == "chain_sum" and found.before > 0
+
+
+def test_groups_are_trained_on_a_rank_that_is_lent(servers, tmp_path):
+    """The gradient of the step is that of all its groups at once, with the weights that generated them."""
+    done = servers.run("tests.engine.grpo_case", "lend", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -7,6 +7,8 @@ import pytest
 from sglang_pat import messages as m
 from sglang_pat.coordinator.replicas import Generation
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.policies.lending import LendingDecision, Move, Training
+from sglang_pat.policies.snapshot import Decision
 
 from .coordinator_rig import Rig
 from .coordinator_world import Merged, Refused, Request
@@ -221,3 +223,46 @@ def test_not_in_a_switch():
     lend(rig, query_id=1)
     (answer,) = rig.answers()
     assert (answer.query_id, answer.code) == (1, 409)
+
+
+# -- who says when -------------------------------------------------------------------------------------------------
+
+TRAINING = Training(samples=8, complete=2, ready=500, seconds_per_token=1e-3)
+
+
+def ask(rig: Rig) -> m.ReconfigureReply:
+    rig.coordinator.decide_lending(m.LendingQuery(query_id=7, training=TRAINING), 0.0)
+    answer = rig.answers()[-1]
+    assert answer.query_id == 7
+    return answer
+
+
+def test_the_lending_policy_is_shown_the_ranks_that_work():
+    shown = []
+
+    def lending(snapshot, history, training):
+        shown.append(snapshot)
+        assert history is rig.coordinator.history and training is TRAINING
+        return LendingDecision(move=Move.LEND, gain=2.0, why="hides training", tp=1)
+
+    rig = Rig(1, 4, lambda snapshot, history: Decision(tp=snapshot.tp), lending=lending, policy="pat", profile="p")
+    rig.work(8)
+    rig.settle()
+    answer = ask(rig)
+    assert (answer.code, answer.record) == (200, {"move": "lend", "gain": 2.0, "why": "hides training", "tp": 1})
+    lend(rig)
+    rig.iterate()
+    assert ask(rig).record["why"] == "a switch is under way" and len(shown) == 1
+    rig.settle()
+    rig.finish(1)
+    rig.settle()
+    ask(rig)
+    seen = [(one.num_ranks, one.requests, one.load.replica.tolist()) for one in shown]
+    assert seen == [(4, 8, [0, 0, 1, 1, 2, 2, 3, 3]), (2, 6, [0] * 3 + [1] * 3)]
+
+
+def test_without_a_profile_nobody_says_when_to_lend():
+    answer = ask(Rig(1, 2, policy="threshold"))
+    assert answer.code == 400 and answer.message == (
+        "no policy says when to lend ranks: it needs --pat-policy survival or pat, with a profile (--pat-profile)"
+    )

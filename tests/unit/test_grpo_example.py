@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from statistics import mean
 
 import pytest
+import torch
 from rich.console import Console
 
 from examples.grpo import __main__ as command
 from examples.grpo import countdown, train
-from examples.grpo.picture import Results, draw, make_title
+from examples.grpo.lend import Timeline, count_tokens
+from examples.grpo.picture import Results, draw, draw_step, make_step_title, make_title
 from examples.grpo.policy import TOKENS, compute_advantages, make_policy, split_by_length
 from examples.grpo.train import RULES, Row, Run, Trainer, load_checkpoint
+from sglang_pat.policies.lending import Training
 from sglang_pat.rollout.loop import EngineLoop
 from sglang_pat.rollout.records import Output
 from sglang_pat.rollout.rounds import RolloutCalls
@@ -33,6 +37,27 @@ class PlayedEngine(RolloutCalls, Played):
     def __init__(self) -> None:
         super().__init__()
         self.loop = EngineLoop()
+        self.asked: list[dict] = []
+        self.script: dict[int, list[str]] = {}
+        """What the lending policy says in turn when so many samples are complete; else ``wait``."""
+        self.lent: list[int] = []
+        """Samples that were complete when a rank was lent, and when it was taken back."""
+
+    def decide_lending(self, **about):
+        self.asked.append(about)
+        script = self.script.get(about["complete"])
+        return {"move": script.pop(0) if script else "wait"}
+
+    def lend_ranks(self, stride):
+        assert stride == 2 and len(self.lent) == 0
+        self.lent.append(self.asked[-1]["complete"])
+
+    def take_back_ranks(self):
+        assert len(self.lent) == 1
+        self.lent.append(self.asked[-1]["complete"])
+
+    def trace(self):
+        return [{"rank": 0, "tp": 2, "at": time.monotonic(), "seconds": 0.001}]
 
     def update_weights_from_tensor(self, tensors):
         self.pushed = {name: tensor.clone() for name, tensor in tensors}
@@ -138,6 +163,78 @@ def test_a_kill_in_any_part_of_a_step(phase, step, model, tmp_path, monkeypatch)
         assert mine.equal(other)
 
 
+# -- a rank is lent -----------------------------------------------------------------------------------------------
+
+LEND = replace(RUN, way="adaptive", lend=True)
+
+
+def take_two_steps(model, folder, script: dict[int, list[str]]) -> tuple[Trainer, torch.Tensor]:
+    """The policy follows ``script`` in the second step; the gradient of that step."""
+    folder.mkdir()
+    trainer = begin(LEND, model, folder)
+    trainer.step()
+    assert not trainer.engine.asked, "how long training takes is not known yet"
+    trainer.engine.script = script
+    trainer.step()
+    return trainer, torch.cat([parameter.grad.flatten() for parameter in trainer.policy.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("script", "lent", "parts"),
+    [
+        ({2: ["lend"]}, [2, 6], [1, 1, 1]),  # and the end of the round takes it back
+        ({4: ["lend"]}, [4, 6], [2, 1]),
+        ({2: ["lend", "take_back"]}, [2, 2], [1, 2]),
+        ({2: ["lend"], 4: ["wait", "take_back"]}, [2, 4], [1, 1, 1]),
+    ],
+    ids=str,
+)
+def test_groups_that_are_trained_on_a_lent_rank_make_the_same_update(script, lent, parts, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, most: None)  # hides a wrong factor
+    mine, gradient = take_two_steps(model, tmp_path / "lent", script)
+    other, whole = take_two_steps(model, tmp_path / "whole", {})
+    assert mine.engine.lent == lent and other.engine.lent == []
+    counted = []
+    groups = mine.lending.groups
+    for _, tokens, _ in mine.lending.spans:
+        counted.append(next(n for n in range(len(groups) + 1) if count_tokens(groups[:n]) == tokens))
+        groups = groups[counted[-1] :]
+    assert counted == parts and not groups
+    assert float((gradient - whole).norm() / whole.norm()) <= 1e-5 and whole.norm() > 0
+    assert [row.trained for row in mine.rows] == [row.trained for row in other.rows]
+
+
+def test_what_the_policy_is_told(model, tmp_path):
+    trainer, _ = take_two_steps(model, tmp_path / "run", {2: ["lend"], 4: ["take_back"]})
+    asked = trainer.engine.asked
+    assert [one["complete"] for one in asked] == [2, 2, 4, 6] and {one["samples"] for one in asked} == {6}
+    assert [one["returned"] for one in asked] == [False, False, False, True]
+    tokens = [count_tokens(trainer.lending.groups[:n]) for n in range(4)]
+    assert [one["ready"] for one in asked] == [tokens[1], 0, tokens[2] - tokens[1], tokens[3] - tokens[1]]
+    assert all(0 <= one["pending"] <= tokens[3] - tokens[1] for one in asked)
+    for one in asked:
+        Training(**one)
+    assert asked[0]["seconds_per_token"] > 0 and "slowdown" not in asked[0]
+    trainer.engine.script = {2: ["never"]}
+    trainer.step()
+    assert asked[-1]["slowdown"] >= 1, "it was measured"
+    assert len(asked) == 5, "never is for this step"
+
+
+def test_the_picture_of_a_step_says_what_was_hidden(model, tmp_path):
+    trainer, _ = take_two_steps(model, tmp_path / "run", {2: ["lend"]})
+    step = trainer.rows[-1].timeline
+    assert step.lent and step.lent[0] <= step.training[0][0] <= step.training[0][1] <= step.over <= step.end
+    assert len(step.generating) == 2 and step.generating[0] == step.generating[1], "merged"
+    assert draw_step(tmp_path / "step.png", Results(run=LEND, before=0.0, rows=trainer.rows)).stat().st_size > 10_000
+    step = Timeline(generating=[[], []], lent=(1.0, 3.0), training=[(1.0, 2.0), (2.5, 4.5)], over=3.5, end=5.0)
+    assert make_step_title(7, step) == (
+        "Step 7, 5.0 s: on a rank that was lent for 2.0 s, 67% of the training was done before the round was over"
+    )
+    step.lent = None
+    assert make_step_title(7, step) == "Step 7, 5.0 s: no rank was lent, and all is trained after the round"
+
+
 def test_counting_down():
     assert countdown.solve("50-45") == "49,48,47,46,45." and countdown.solve("10-09") == "09."
     assert countdown.decode([*countdown.encode("11,10."), countdown.EOS]) == "11,10."
@@ -212,6 +309,7 @@ def test_problems_that_are_none(content, said, capsys, tmp_path):
         (["--responses", "1"], "responses is 1, must be at least 2"),
         (["--rate", "2"], "rate is 2.0, must be more than 0 and less than 1"),
         (["--slips", "1.5"], "slips is 1.5, must be 0 to 1"),
+        (["--lend"], "--lend is for --way adaptive, in which every response is trained, not for plain"),
         (["--prompts", "0"], "num_prompts is 0"),
     ],
 )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from sglang_pat.policies.course import look_ahead
 from sglang_pat.policies.lending import (
@@ -91,10 +92,10 @@ def test_in_any_situation(found, seen, training, room, lent):
 def test_the_more_there_is_to_train_the_more_is_gained(found, seen, training, more, times):
     assume(len(seen.load) and (seen.load.output < seen.load.limit).any())
     policy, seen = make(found), replace(seen, room=PLENTY)
-    training = replace(training, complete=30, returned=False)
+    training = structs.replace(training, complete=30, returned=False)
     gain = policy(seen, LengthHistory(), training).gain
-    slower = replace(training, seconds_per_token=times * training.seconds_per_token)
-    for larger in (slower, replace(training, ready=training.ready + more)):
+    slower = structs.replace(training, seconds_per_token=times * training.seconds_per_token)
+    for larger in (slower, structs.replace(training, ready=training.ready + more)):
         assert policy(seen, LengthHistory(), larger).gain >= gain - 1e-9 * (1 + abs(gain))
 
 
@@ -118,14 +119,14 @@ def test_it_lends_where_the_trainer_has_work_and_not_where_it_has_none():
     history = learn(3000)
     said = policy(seen, history, BUSY)
     assert said.move is Move.LEND and said.tp == 1
-    without = policy(seen, history, replace(BUSY, ready=0, seconds_per_token=1e-9))
+    without = policy(seen, history, structs.replace(BUSY, ready=0, seconds_per_token=1e-9))
     assert without.move is Move.WAIT and without.gain < 0, "the slower round is all there is"
     for changed, move in (
         ({"complete": 10}, Move.WAIT),
         ({"complete": 80}, Move.NEVER),
         ({"returned": True}, Move.NEVER),
     ):
-        assert policy(seen, history, replace(BUSY, **changed)).move is move
+        assert policy(seen, history, structs.replace(BUSY, **changed)).move is move
     for room in ({}, {tp: 3000 * tp for tp in DEGREES}):
         assert policy(replace(seen, room=room), history, BUSY).move is Move.WAIT, "KV"
     merged = replace(snapshot([1000] * 8, tp=4, limit=4096), room=PLENTY)
@@ -137,9 +138,11 @@ def test_it_takes_back_when_the_trainer_has_caught_up():
     seen = replace(lend_half(snapshot([1000] * 2, tp=2, limit=40960)), room=PLENTY)
     history = learn(30000)
     assert policy(seen, history, BUSY).move is Move.WAIT
-    assert policy(seen, history, replace(BUSY, ready=0)).move is Move.TAKE_BACK
+    assert policy(seen, history, structs.replace(BUSY, ready=0)).move is Move.TAKE_BACK
     ending = replace(lend_half(snapshot([29999] * 2, tp=2, limit=40960)), room=PLENTY)
-    assert policy(ending, learn(30000), replace(BUSY, ready=0)).move is Move.WAIT, "for one step it is not worth it"
+    assert policy(ending, learn(30000), structs.replace(BUSY, ready=0)).move is Move.WAIT, (
+        "for one step it is not worth it"
+    )
 
 
 def test_when_nothing_runs_ranks_are_taken_back_and_none_are_lent():
@@ -186,6 +189,7 @@ def test_training_on_half_of_the_ranks_takes_twice_as_long():
     moments = np.array([0.0, 10.0, 20.0, 30.0])
     assert _count_hidden_seconds(moments, np.full(4, 100.0), 2.0).tolist() == [0, 4, 9, 14]
     assert _count_hidden_seconds(moments, np.array([0.0, 0.0, 6.0, 6.0]), 0.0).tolist() == [0, 0, 3, 6], "it waits"
+    assert _count_hidden_seconds(moments, np.full(4, 100.0), 2.0, 1.0).tolist() == [0, 8, 18, 28], "or as long"
 
 
 def test_cost_of_a_lending():

@@ -10,6 +10,7 @@ from sglang_pat.config import DECIDING, AdaptiveConfig
 from sglang_pat.coordinator.replicas import Generation, Leader, Outbox, sum_load
 from sglang_pat.coordinator.round_tracker import RoundTracker
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.policies.lending import LendingDecision, LendingPolicy, Training
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.snapshot import NO_LOAD, Policy, Snapshot
@@ -57,6 +58,7 @@ class Decisions:
         outbox: where decisions are told.
         policy: what ``config.policy`` names; made here if it needs no profile.
         predictor: of the profile that the policy has; None if it has none.
+        lending: says when ranks are lent; None where the policy does not predict.
 
     Attributes:
         history: lengths of the responses that ended.
@@ -74,9 +76,11 @@ class Decisions:
         outbox: Outbox,
         policy: Policy | None,
         predictor: Predictor | None = None,
+        lending: LendingPolicy | None = None,
     ) -> None:
         self.history = LengthHistory()
         self.expected_seconds: float | None = None
+        self.lending = lending
         self.policy = policy or make_policy(config.policy, switch_at=config.switch_at, max_running=config.max_running)
         self._config, self._leaders, self._outbox = config, leaders, outbox
         self._degrees = tuple(layout.tp for layout in config.layouts)
@@ -195,6 +199,15 @@ class Decisions:
             return None
         target = self._config.layout(decision.tp, layout.stride)
         return WantedSwitch(target, self._config.policy, recompute_below=decision.recompute_below, ahead=ahead)
+
+    def decide_lending(self, layout: ParallelLayout, requests: int, training: Training, now: float) -> LendingDecision:
+        """Whether ranks should be lent now, or taken back; there is a policy for it (:attr:`lending`).
+
+        Args:
+            layout: the one in force; ``requests``: as for :meth:`make_snapshot`.
+        """
+        assert self.lending is not None, "nobody says when ranks are lent"
+        return self.lending(self.make_snapshot(layout, requests, now), self.history, training)
 
     def make_snapshot(self, layout: ParallelLayout, requests: int, now: float) -> Snapshot:
         """What the policy is shown; ``requests``: in the engine and in the backlog."""

@@ -43,6 +43,7 @@ from sglang_pat.launch.processes import end_engine  # noqa: E402
 from sglang_pat.launch.spec import AdaptiveServerArgs  # noqa: E402
 from sglang_pat.messages import count_prefix_tokens, get_length_limit  # noqa: E402
 from sglang_pat.metrics import SwitchMetrics  # noqa: E402
+from sglang_pat.policies.lending import LendingPolicy, make_lending_policy  # noqa: E402
 from sglang_pat.policies.prompts import LONG_PROMPT  # noqa: E402
 from sglang_pat.policies.registry import make_policy  # noqa: E402
 from sglang_pat.policies.snapshot import Decision, Policy, Snapshot  # noqa: E402
@@ -159,6 +160,7 @@ FROM_SERVER: dict[type, Callable[[Coordinator, Any, float], None]] = {
     messages.StatusQuery: lambda coordinator, query, now: coordinator.handle_status_query(query),
     messages.Reconfigure: Coordinator.reconfigure,
     messages.LendRanks: Coordinator.lend_ranks,
+    messages.LendingQuery: Coordinator.decide_lending,
     messages.BeginRound: Coordinator.handle_round,
     messages.EndRound: Coordinator.handle_round,
     messages.CalibrationTurn: Coordinator.calibrate,
@@ -244,11 +246,15 @@ def _find_effects(obj: Any) -> dict[str, Any]:
     return {}
 
 
-def load_policy(config: AdaptiveConfig, profile: Profile | None) -> tuple[Policy, Predictor | None]:
-    """The policy of ``config``, and the predictor of the profile."""
-    predictor = costs = None
+def load_policies(
+    config: AdaptiveConfig, profile: Profile | None
+) -> tuple[Policy, Predictor | None, LendingPolicy | None]:
+    """The policy of ``config``, the predictor of the profile, and who says when ranks are lent."""
+    predictor = costs = lending = None
     if profile is not None:
         predictor, costs = build_predictors(profile)
+        if config.predicts:
+            lending = make_lending_policy(predictor, costs, config.num_ranks, config.list_degrees(), config.max_running)
     policy = make_policy(
         config.policy,
         switch_at=config.switch_at,
@@ -256,7 +262,7 @@ def load_policy(config: AdaptiveConfig, profile: Profile | None) -> tuple[Policy
         costs=costs,
         max_running=config.max_running,
     )
-    return policy, predictor
+    return policy, predictor, lending
 
 
 def run_coordinator(
@@ -279,7 +285,7 @@ def run_coordinator(
         metrics = SwitchMetrics(config) if server_args.enable_metrics else None
         log = EventLog(config.log) if config.log else None
         sockets = Sockets(port_args, leader_addresses, channel_address, metrics, log)
-        coordinator = Coordinator(config, sockets, *load_policy(config, profile))
+        coordinator = Coordinator(config, sockets, *load_policies(config, profile))
         if log:
             about = dict(switch_at=config.switch_at, profile=config.profile, max_running=config.max_running)
             log.write("start", policy=config.policy, **about)

@@ -139,11 +139,11 @@ def is_report_of(report: m.LoadReport, layout: ParallelLayout) -> bool:
 
 
 def sum_load(leaders: Mapping[int, Leader], ranks: Iterable[int]) -> Load:
-    """All requests at the leaders of these ranks, one by one."""
+    """All requests at the leaders of these ranks, which are the replicas 0, 1, … that work, one by one."""
     rows: list[tuple[int, ...]] = []
-    for rank in ranks:
+    for replica, rank in enumerate(ranks):
         leader = leaders[rank]
-        rows += [(*msgspec.structs.astuple(r), rank) for r in (leader.report.requests if leader.report else ())]
+        rows += [(*msgspec.structs.astuple(r), replica) for r in (leader.report.requests if leader.report else ())]
         # Of short prompts siblings are not known yet: a family of its own for each, which no hash of a prompt is.
         first = -1 - len(rows)
         rows += [
@@ -152,7 +152,7 @@ def sum_load(leaders: Mapping[int, Leader], ranks: Iterable[int]) -> Load:
                 request.generated,
                 request.limit,
                 first - i if request.family is None else request.family,
-                rank,
+                replica,
             )
             for i, request in enumerate(leader.on_the_way)
         ]

@@ -24,6 +24,7 @@ from sglang_pat.coordinator.schedule import Schedule
 from sglang_pat.coordinator.switching import Switching, Traffic
 from sglang_pat.figures import Account
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.policies.lending import LendingPolicy
 from sglang_pat.policies.snapshot import Policy
 from sglang_pat.predict.predictor import Predictor
 
@@ -115,15 +116,21 @@ class Coordinator:
     Args:
         policy: what ``config.policy`` names; made here if it needs no profile.
         predictor: of the profile that it has, to be corrected by the steps of this run.
+        lending: says when ranks are lent; None where the policy does not predict.
     """
 
     def __init__(
-        self, config: AdaptiveConfig, outbox: Outbox, policy: Policy | None = None, predictor: Predictor | None = None
+        self,
+        config: AdaptiveConfig,
+        outbox: Outbox,
+        policy: Policy | None = None,
+        predictor: Predictor | None = None,
+        lending: LendingPolicy | None = None,
     ) -> None:
         self.config = config
         self._outbox = outbox
         self._leaders, self._places = {rank: Leader() for rank in config.base.leaders}, PrefixPlaces()
-        self._decisions = Decisions(config, self._leaders, outbox, policy, predictor)
+        self._decisions = Decisions(config, self._leaders, outbox, policy, predictor, lending)
         self.history = self._decisions.history
         self._backlog: deque[Generation | Control | m.SetSchedule] = deque()
         self._held_requests = self._in_engine = 0
@@ -162,6 +169,10 @@ class Coordinator:
         self._switching.lend_ranks(query, self._released)
         if self._switching.wanted is not None:
             self._advance(now)
+
+    def decide_lending(self, query: m.LendingQuery, now: float) -> None:
+        """``POST /pat/lending``."""
+        self._switching.decide_lending(query, self._in_engine + self._held_requests, now)
 
     def handle_round(self, message: m.BeginRound | m.EndRound, now: float) -> None:
         """A client's round begins or ends."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ from sglang_pat.coordinator.replicas import Leader, Outbox, forecast_switch, is_
 from sglang_pat.coordinator.schedule import Schedule
 from sglang_pat.figures import Account
 from sglang_pat.layout import ParallelLayout, list_destinations
+from sglang_pat.policies.lending import LendingDecision, Move
 
 BASE_ATTEMPTS = 3
 """Attempts to get back to the base layout for a control request before it is answered with the error; after the first
@@ -170,6 +171,21 @@ class Switching:
             return self._reply(query.query_id, 409, f"memory is released ({what}); resume it first")
         reason = "lend" if query.stride > self.layout.stride else "take back"
         self.wanted = WantedSwitch(self._choose_lent(query.stride), reason, query.query_id)
+
+    def decide_lending(self, query: m.LendingQuery, requests: int, now: float) -> None:
+        """``POST /pat/lending``: answered at once.
+
+        Args:
+            requests: in the engine and in the backlog.
+        """
+        if self._decisions.lending is None:
+            what = "it needs --pat-policy survival or pat, with a profile (--pat-profile)"
+            return self._reply(query.query_id, 400, f"no policy says when to lend ranks: {what}")
+        if self.under_way or self.wanted or not all(self._leaders[rank].known for rank in self.layout.working):
+            decision = LendingDecision(move=Move.WAIT, why="a switch is under way", tp=self.layout.tp)
+        else:
+            decision = self._decisions.decide_lending(self.layout, requests, query.training, now)
+        self._reply(query.query_id, 200, "", asdict(decision))
 
     def _choose_lent(self, stride: int) -> ParallelLayout:
         """The layout with this stride, of the degree in force, or the highest one for which enough ranks are left."""

@@ -24,8 +24,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Annotated
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from sglang_pat.policies.course import Course, LayoutPlanner, Outlook, look_ahead
 from sglang_pat.policies.lengths import Curve, LengthHistory
@@ -52,6 +55,10 @@ MARGIN_SECONDS = 0.1
 """And at least this much."""
 
 
+Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0)]
+
+
 class Move(StrEnum):
     """What is to be done with the ranks.
 
@@ -65,8 +72,7 @@ class Move(StrEnum):
     TAKE_BACK = "take_back"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Training:
+class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the client knows of the training of this step.
 
     Attributes:
@@ -74,20 +80,29 @@ class Training:
         complete: of them, those in groups that are complete and have their rewards, trained or not.
         ready: tokens (prompt and response) of complete groups that the trainer has not begun.
         pending: tokens of samples that have ended while their group goes on.
-        seconds_per_token: of training on all ranks, as the last step took; on half of them twice as long.
+        seconds_per_token: of training on all ranks, as the last step took.
+        slowdown: on those that are lent a token takes so many times as long.
         setup: seconds between the lending and the first token that is trained, as the last time.
         spare: samples in the engine that the batch can do without (tail batching): it is complete before they end.
         returned: ranks were lent in this step, and taken back.
+
+    Raises:
+        ValueError: more complete samples than there are.
     """
 
-    samples: int
-    complete: int
-    ready: int
-    pending: int = 0
-    seconds_per_token: float
-    setup: float = 0.0
-    spare: int = 0
+    samples: Annotated[int, Meta(ge=1)]
+    complete: Count
+    ready: Count
+    pending: Count = 0
+    seconds_per_token: Seconds
+    slowdown: Annotated[float, Meta(ge=1)] = STRIDE
+    setup: Seconds = 0.0
+    spare: Count = 0
     returned: bool = False
+
+    def __post_init__(self) -> None:
+        if self.complete > self.samples:
+            raise ValueError(f"complete is {self.complete}, of {self.samples} samples: give at most as many")
 
     @property
     def completion(self) -> float:
@@ -285,7 +300,7 @@ def _expect_alive(load: Load, curve: Curve, ends: np.ndarray) -> np.ndarray:
     return np.where(ends < np.maximum(left, 1), alive, 0.0)
 
 
-def _count_hidden_seconds(lent: np.ndarray, work: np.ndarray, setup: float) -> np.ndarray:
+def _count_hidden_seconds(lent: np.ndarray, work: np.ndarray, setup: float, slowdown: float = STRIDE) -> np.ndarray:
     """Seconds on all ranks of the training that is done on those that are lent, up to each moment, ``[moments]``.
 
     Args:
@@ -293,7 +308,7 @@ def _count_hidden_seconds(lent: np.ndarray, work: np.ndarray, setup: float) -> n
         work: seconds on all ranks of what can be begun by then, ``[moments]``.
     """
     hidden = np.zeros(len(lent))
-    busy = np.diff(np.maximum(lent - setup, 0.0)) / STRIDE
+    busy = np.diff(np.maximum(lent - setup, 0.0)) / slowdown
     usable = (work[:-1] + work[1:]) / 2
     for moment, (most, ready) in enumerate(zip(busy, usable, strict=True)):
         hidden[moment + 1] = max(hidden[moment], min(hidden[moment] + most, ready))
@@ -309,7 +324,7 @@ def _decide_lending(courses: _Courses, moving: np.ndarray, work: Work, training:
     gains = np.full(len(moving), -np.inf)
     for start in np.flatnonzero(may):
         lent, totals = courses.seconds_if_returned(int(start), moving)
-        hidden = _count_hidden_seconds(lent, training_seconds[start:], training.setup)
+        hidden = _count_hidden_seconds(lent, training_seconds[start:], training.setup, training.slowdown)
         without = courses.whole.to_go[start, courses.whole.degrees.index(held[start])]
         gains[start] = (without - moving[start] - totals + hidden).max()
     gain, least = float(gains[0]), max(MARGIN * float(courses.whole.to_go[0].min()), MARGIN_SECONDS)
@@ -322,7 +337,7 @@ def _decide_lending(courses: _Courses, moving: np.ndarray, work: Work, training:
 def _decide_return(courses: _Courses, moving: np.ndarray, work: Work, training: Training) -> LendingDecision:
     """Ranks are lent."""
     lent, totals = courses.seconds_if_returned(0, moving)
-    totals -= _count_hidden_seconds(lent, training.seconds_per_token * work.tokens, 0.0)
+    totals -= _count_hidden_seconds(lent, training.seconds_per_token * work.tokens, 0.0, training.slowdown)
     gain = float(totals[1:].min() - totals[0])
     least = max(MARGIN * float(totals[0]), MARGIN_SECONDS)
     if gain >= 0 and totals[-1] - totals[0] >= least:

@@ -24,7 +24,8 @@ class Load:
         output: tokens generated so far.
         limit: most tokens that may be generated (``max_new_tokens``).
         family: equal for responses to the same prompt.
-        replica: replica (TP group number) in the layout in force that has it.
+        replica: replica that has it, counted among those that work in the layout in force (TP group number over
+            stride).
     """
 
     prompt: np.ndarray = field(default_factory=_make_empty)

@@ -33,6 +33,7 @@ from sglang_pat.launch.refusals import refuse_function  # noqa: E402
 from sglang_pat.launch.spec import AdaptiveServerArgs, make_fingerprint, prepare_start  # noqa: E402
 from sglang_pat.layout import ParallelLayout  # noqa: E402
 from sglang_pat.messages import BeginRound, EndRound  # noqa: E402
+from sglang_pat.policies.lending import Training  # noqa: E402
 from sglang_pat.predict.profile import Fingerprint  # noqa: E402
 from sglang_pat.rank.process import run_detokenizer, run_rank  # noqa: E402
 from sglang_pat.rollout.loop import EngineLoop  # noqa: E402
@@ -224,6 +225,21 @@ class Engine(EngineRollouts, AdaptiveEngine):
         :meth:`lend_ranks`."""
         return self._await(self.tokenizer_manager.pat_lend_ranks(1))
 
+    def decide_lending(self, **about: Any) -> dict[str, Any]:
+        """Whether ranks should be lent now, or taken back; to be asked whenever a group is complete.
+
+        Returns the fields of a :class:`~sglang_pat.policies.lending.LendingDecision`: ``move`` is ``lend``, ``wait``,
+        ``never`` or ``take_back``.
+
+        Args:
+            about: fields of :class:`~sglang_pat.policies.lending.Training`.
+
+        Raises:
+            ValueError: a field that cannot be, one line with its name.
+            ReconfigureError: the engine's policy does not predict (400).
+        """
+        return self._await(self.async_decide_lending(**about))
+
     def trace(self) -> list[dict[str, Any]]:
         """Steps of all replicas since the last call, oldest first (the last 16,384 of each rank).
 
@@ -291,6 +307,9 @@ class Engine(EngineRollouts, AdaptiveEngine):
 
     async def async_take_back_ranks(self) -> dict[str, Any]:
         return await self.tokenizer_manager.pat_lend_ranks(1)
+
+    async def async_decide_lending(self, **about: Any) -> dict[str, Any]:
+        return await self.tokenizer_manager.pat_decide_lending(files.convert(about, Training))
 
     async def async_reconfigure(self, tp: int, dry_run: bool = False) -> dict[str, Any]:
         return await self.tokenizer_manager.pat_reconfigure(tp, dry_run)

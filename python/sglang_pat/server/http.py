@@ -25,6 +25,7 @@ from sglang_pat.launch.processes import NotStarted
 from sglang_pat.launch.refusals import check_port
 from sglang_pat.launch.spec import AdaptiveServerArgs, prepare_start
 from sglang_pat.messages import BeginRound, EndRound
+from sglang_pat.policies.lending import Training
 from sglang_pat.server.engine import AdaptiveEngine
 from sglang_pat.server.rollout import describe_engine
 from sglang_pat.server.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager
@@ -137,6 +138,7 @@ def add_routes(app) -> None:
     app.add_api_route("/pat/reconfigure", reconfigure, methods=["POST"])
     app.add_api_route("/pat/lend_ranks", lend_ranks, methods=["POST"])
     app.add_api_route("/pat/take_back_ranks", take_back_ranks, methods=["POST"])
+    app.add_api_route("/pat/lending", decide_lending, methods=["POST"])
     app.add_api_route("/pat/round", begin_round, methods=["POST"])
     app.add_api_route("/pat/round", end_round, methods=["DELETE"])
     app.add_api_route("/pat/schedule", schedule, methods=["GET"])
@@ -223,6 +225,17 @@ async def take_back_ranks(request: Request) -> dict:
     """
     files.decode(await _read_body(request) or b"{}", _TakeBackRanks)
     return await _get_manager().pat_lend_ranks(1)
+
+
+@_answer_refusals
+async def decide_lending(request: Request) -> dict:
+    """``{"samples": 1024, "complete": 312, "ready": 210000, "seconds_per_token": 4e-5}``, fields of
+    :class:`~sglang_pat.policies.lending.Training`: whether ranks should be lent now, or taken back (``move``), and why.
+
+    400: not a body like that, or the engine's policy does not predict.
+    """
+    training = files.decode(await _read_body(request), Training)
+    return await _get_manager().pat_decide_lending(training)
 
 
 @_answer_refusals

@@ -17,6 +17,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang_pat import messages
 from sglang_pat.coordinator import schedule
 from sglang_pat.fixes.request_validation import ValidatingTokenizerManager
+from sglang_pat.policies.lending import Training
 from sglang_pat.rollout.rounds import RolloutRound
 from sglang_pat.server.calibration import calibrate
 from sglang_pat.server.shutdown import Shutdown, ShutdownSignalHandler, get_handlers
@@ -187,6 +188,17 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
             ReconfigureError: not with this stride (400), not now (409), aborted (500).
         """
         reply = await self._pat_ask(messages.LendRanks, stride=stride)
+        if reply.code != 200:
+            raise ReconfigureError(reply.code, reply.message)
+        return reply.record or {}
+
+    async def pat_decide_lending(self, training: Training) -> dict[str, Any]:
+        """As ``Engine.decide_lending``.
+
+        Raises:
+            ReconfigureError: the engine has no policy for it (400).
+        """
+        reply = await self._pat_ask(messages.LendingQuery, training=training)
         if reply.code != 200:
             raise ReconfigureError(reply.code, reply.message)
         return reply.record or {}

@@ -1,0 +1,162 @@
+"""Training while a round drains: the engine lends a rank, and its core computes the gradient of complete groups."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from sglang_pat.policies.lending import STRIDE, Move
+from sglang_pat.rollout.records import Group
+
+RANKS = 2
+GAP = 0.03
+"""Seconds between two steps of a rank up to which it counts as working."""
+Span = tuple[float, float]
+
+
+class Timeline(msgspec.Struct, kw_only=True):
+    """A step by rank, in seconds from its start.
+
+    Attributes:
+        generating: of each rank, when it computed tokens.
+        lent: when a rank was lent and taken back; None: it was not.
+        training: when gradients were computed.
+        over: when the round was; ``end``: of the step, with its update and the weights in the engine.
+    """
+
+    generating: list[list[Span]]
+    lent: Span | None
+    training: list[Span]
+    over: float
+    end: float
+
+    @property
+    def hidden(self) -> float:
+        """Share of the training that was done before the round was over."""
+        whole = sum(end - start for start, end in self.training)
+        return sum(max(0.0, min(end, self.over) - start) for start, end in self.training) / whole if whole else 0.0
+
+
+class Lending:
+    """Asks the engine's policy at each group of a round, and does what it says: :meth:`begin`, then :meth:`take` for
+    each group, :meth:`finish` when the round is over.
+
+    Args:
+        train: adds the gradient of some groups to that of the step.
+        samples: of a step.
+
+    Attributes:
+        decide: the policy; measurements and tests put another one here.
+        pace: seconds that a token takes to be trained, by whether a rank is lent, as in the last step that did so.
+    """
+
+    def __init__(self, engine: Any, train: Callable[[Sequence[Group]], None], samples: int) -> None:
+        self.engine, self.train, self.samples = engine, train, samples
+        self.decide: Callable[..., dict[str, Any]] = engine.decide_lending
+        self.pace: dict[bool, float] = {}
+        self.threads = torch.get_num_threads()
+
+    def begin(self) -> None:
+        self.groups: list[Group] = []
+        self.asks = True
+        """The policy may still say something new in this round."""
+        self.trained = self.ended = 0
+        """Groups whose gradient is there; tokens of responses that have ended."""
+        self.moves: list[float] = []
+        """When a rank was lent, and taken back."""
+        self.spans: list[tuple[Span, int, bool]] = []
+        """When groups were trained, their tokens, and whether a rank was lent."""
+
+    @property
+    def lent(self) -> bool:
+        return len(self.moves) == 1
+
+    def take(self, group: Group) -> None:
+        """A group is complete."""
+        self.groups.append(group)
+        self.follow_policy()
+        if self.lent:  # the round goes on meanwhile, in a thread of its own
+            self.train_new()
+            self.follow_policy()
+
+    def finish(self) -> None:
+        """The round is over: train what is left, with all ranks back."""
+        if self.lent:
+            self.take_back()
+        self.train_new()
+        for lent in (False, True):
+            spans = [(end - start, tokens) for (start, end), tokens, was_lent in self.spans if was_lent == lent]
+            if spans:
+                self.pace[lent] = sum(seconds for seconds, _ in spans) / sum(tokens for _, tokens in spans)
+
+    def follow_policy(self) -> None:
+        if False not in self.pace or not self.asks:
+            return  # the first step is measured
+        measured = {"slowdown": max(1.0, self.pace[True] / self.pace[False])} if True in self.pace else {}
+        complete = sum(len(group.list_kept()) for group in self.groups)
+        said = self.decide(
+            samples=max(self.samples, complete), complete=complete, ready=count_tokens(self.groups[self.trained :]),
+            pending=max(0, self.ended - count_tokens(self.groups)), seconds_per_token=self.pace[False],
+            returned=len(self.moves) == 2, **measured,
+        )  # fmt: skip
+        if said["move"] == Move.LEND:
+            self.engine.lend_ranks(STRIDE)
+            torch.set_num_threads(max(1, self.threads // STRIDE))
+            self.moves.append(time.monotonic())
+        elif said["move"] == Move.TAKE_BACK:
+            self.take_back()
+        self.asks = said["move"] != Move.NEVER
+
+    def take_back(self) -> None:
+        self.engine.take_back_ranks()
+        torch.set_num_threads(self.threads)
+        self.moves.append(time.monotonic())
+
+    def train_new(self) -> None:
+        """The groups that are complete and not trained yet."""
+        if new := self.groups[self.trained :]:
+            start = time.monotonic()
+            self.train(new)
+            self.trained = len(self.groups)
+            self.spans.append(((start, time.monotonic()), count_tokens(new), self.lent))
+
+    def make_timeline(self, ends: Sequence[float]) -> Timeline:
+        """Of the step that has just ended; ``ends``: its start, the end of its round, …, its end (monotonic clock)."""
+        start = ends[0]
+        generating: list[list[Span]] = [[] for _ in range(RANKS)]
+        for step in self.engine.trace():
+            since, at = step["at"] - step["seconds"] - start, step["at"] - start
+            for rank in range(step["rank"], RANKS, RANKS // step["tp"]):
+                spans = generating[rank]
+                if spans and since - spans[-1][1] < GAP:
+                    spans[-1] = spans[-1][0], at
+                elif since >= 0:  # else it is of a test before the step
+                    spans.append((since, at))
+        lent = (self.moves[0] - start, self.moves[1] - start) if self.moves else None
+        training = [(began - start, ended - start) for (began, ended), *_ in self.spans]
+        return Timeline(generating=generating, lent=lent, training=training, over=ends[1] - start, end=ends[-1] - start)
+
+
+def count_tokens(groups: Sequence[Group]) -> int:
+    """Of prompts and responses."""
+    return sum(
+        len(group.prompt["input_ids"]) + len(sample.output.token_ids)
+        for group in groups
+        for sample in group.list_kept()
+    )
+
+
+def make_profile(model: Path, path: Path, flags: Sequence[str]) -> Path:
+    """What steps and switches of this engine take here, which its policy needs; measured if it is not there yet."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        words = ["--model-path", str(model), "--tp", "1", "--dp", str(RANKS), "--out", str(path), "--budget", "2m"]
+        subprocess.run([sys.executable, "-m", "profiler.sweep", *words, *flags], check=True)
+    return path
