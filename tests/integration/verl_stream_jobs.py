@@ -19,7 +19,8 @@ from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentL
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from sglang_pat.integrations.verl.streaming import AdaptiveStream
+from sglang_pat.integrations.verl.lending import AdaptiveStreamLent
+from sglang_pat.integrations.verl.streaming import AdaptiveStream, Stream
 
 BATCH, FIRST = 8, 3
 """Prompts of a step, and those of them that begin before something was trained."""
@@ -54,8 +55,7 @@ def get_path(step: int) -> Path:
     return Path(os.environ["STREAM_SAMPLES"]) / f"{step}.pt"
 
 
-@register_trainer("recorded_stream")
-class RecordedStream(AdaptiveStream):
+class _Recorded(Stream):
     """Opens the gate when gradients of a step's first chunk are there."""
 
     def _setup(self) -> None:
@@ -75,6 +75,16 @@ class RecordedStream(AdaptiveStream):
         kept = data.select(*(name for name in data.keys() if name not in COMPUTED))
         torch.save((keys, [batch.tags[i] for i in rows], kept), get_path(self.global_steps))
         return batch
+
+
+@register_trainer("recorded_stream")
+class RecordedStream(_Recorded, AdaptiveStream):
+    pass
+
+
+@register_trainer("recorded_stream_lent")
+class RecordedStreamLent(_Recorded, AdaptiveStreamLent):
+    pass
 
 
 @register_trainer("replayed_sync")
