@@ -20,6 +20,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.utils.debug import marked_timer
 from verl.utils.device import get_device_name
+from verl.utils.memory_utils import aggressive_empty_cache
 from verl.workers.engine.fsdp import transformer_impl
 
 from sglang_pat.integrations.verl import stream_options
@@ -60,6 +61,11 @@ class LentWorker(SummingWorker):
         with patch.object(transformer_impl, "create_device_mesh", make_mesh):
             super().init_model()
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def empty_cache(self) -> None:
+        """Of the allocator: what its GPU has free is the engine's."""
+        aggressive_empty_cache(force_sync=True)
+
 
 @register_trainer(MODE)
 class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
@@ -96,6 +102,7 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
 
     def _end_generation(self) -> None:
         with marked_timer("take_back_ranks", self.timing_raw, color="cyan"):
+            self.actor_rollout_wg.empty_cache()
             ray.get([engine.lend_ranks.remote(1) for engine in self._list_engines()])
             AdaptiveColocateAsync.on_sample_end(self)  # verl's: the engines sleep
         self._training = range(self._count_trainer_ranks())

@@ -14,6 +14,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from sglang_pat import job_settings
 from sglang_pat.integrations.verl import options
+from sglang_pat.layout import list_strides
 from sglang_pat.policies.lending import STRIDE
 
 ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo")
@@ -97,9 +98,15 @@ def check_lent(config: DictConfig, where: str) -> None:
         raise _refuse(name, size, f"{half} or a divisor of it (half of {tensor_parallel})", where, why)
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
     adaptive = job_settings.check(options.read_settings(rollout, 0), ranks, options.WHERE)
+    given = f"actor_rollout_ref.{options.WHERE}"
     if adaptive.gpu_order != "rank":
-        raise _refuse(f"{options.WHERE}.gpu_order", adaptive.gpu_order, "rank", where, "trainer and engine count alike")
-    adaptive.check_stride(STRIDE)
+        raise _refuse(f"{given}.gpu_order", adaptive.gpu_order, "rank", where, "the trainer's ranks are in this order")
+    if adaptive.weights == "reshard":
+        raise _refuse(f"{given}.weights", "reshard", "resident", where, "lent ranks would miss how weights move")
+    if STRIDE not in list_strides(adaptive.layouts):
+        degrees = [layout.tp for layout in adaptive.layouts]
+        why = "half of an engine's ranks are lent"
+        raise _refuse(f"{given}.candidates", degrees, f"degrees with {half} and {ranks} among them", where, why)
 
 
 def _check_fixed(config: DictConfig, fixed: dict[str, tuple[tuple[Any, ...], str]], where: str) -> None:

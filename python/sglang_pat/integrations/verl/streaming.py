@@ -189,12 +189,7 @@ class Stream(_Adaptive):
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], **named: Any) -> KVBatchMeta:
         check_weights(batch, self.global_steps - 1)
-        batch = super()._balance_batch(batch, metrics, **named)
-        # verl's passes without gradients want whole micro-batches.
-        passes = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.ref
-        if sizes := [size for one in passes if (size := one.log_prob_micro_batch_size_per_gpu) is not None]:
-            batch.extra_info["micro_batch_size_per_gpu"] = math.gcd(len(batch) // self._count_trainer_ranks(), *sizes)
-        return batch
+        return super()._balance_batch(batch, metrics, **named)
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         """verl's own is a whole batch."""
@@ -204,7 +199,17 @@ class Stream(_Adaptive):
         """Only to compare them with the engine's: else they are those of the pass that computes gradients."""
         if not self.config.actor_rollout_ref.rollout.calculate_log_probs:
             return batch
-        return super()._compute_old_log_prob(batch, metrics)
+        return super()._compute_old_log_prob(self._fit_passes(batch), metrics)
+
+    def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        return super()._compute_ref_log_prob(self._fit_passes(batch), metrics)
+
+    def _fit_passes(self, batch: KVBatchMeta) -> KVBatchMeta:
+        """verl's passes without gradients want whole micro-batches; what is set here lasts for one of them."""
+        passes = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.ref
+        if sizes := [size for one in passes if (size := one.log_prob_micro_batch_size_per_gpu) is not None]:
+            batch.extra_info["micro_batch_size_per_gpu"] = math.gcd(len(batch) // self._count_trainer_ranks(), *sizes)
+        return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         """The gradients of a chunk."""
@@ -260,6 +265,11 @@ class AdaptiveStream(Stream, AdaptiveSeparateAsync, _OneVersion):
             raise ValueError(
                 f"actor_rollout_ref.rollout.nnodes is {nodes}, must be at least 1 with {WHERE}: engines need GPUs of "
                 "their own to generate while the trainer trains"
+            )
+        if config.actor_rollout_ref.rollout.checkpoint_engine.backend == "naive":
+            raise ValueError(
+                "actor_rollout_ref.rollout.checkpoint_engine.backend is naive, must be another one, e.g. nccl, with "
+                f"{WHERE}: weights go to other GPUs"
             )
         super().__init__(set_mode(config, "separate_async"))
         self._shares_gpus = self.hybrid_rollout_config.enable_switch
