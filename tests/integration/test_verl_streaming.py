@@ -29,6 +29,8 @@ pytestmark = pytest.mark.integration
 ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
 HYBRID = "trainer.v1.separate_async.hybrid_rollout.enable_switch=true"
 SEPARATE = "actor_rollout_ref.hybrid_engine=false"
+VALIDATED = "val-core/example/acc/mean@1"
+REF = "actor_rollout_ref.ref"
 COMMON = (
     "--batch", str(BATCH), "--samples", "4", "data.shuffle=false",
     "trainer.save_freq=3", "trainer.default_local_dir={out}",
@@ -105,7 +107,9 @@ def test_a_job_goes_on_from_its_checkpoint(verl_job, own_modules, flat, tmp_path
     trainer then makes the three in one go."""
     learning = (
         *COMMON, "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=1",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4", f"trainer.experiment_name={tmp_path.name}",
+        f"{REF}.log_prob_micro_batch_size_per_gpu=4", f"{REF}.fsdp_config.model_dtype=fp32",  # verl's is bfloat16
+        f"+{REF}.fsdp_config.mixed_precision={{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}}",
+        f"trainer.experiment_name={tmp_path.name}",
         "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
     )  # fmt: skip
     common = (
@@ -135,13 +139,9 @@ def test_a_job_goes_on_from_its_checkpoint(verl_job, own_modules, flat, tmp_path
     useless = [step["training/filter_groups/evicted_samples"] for step in steps]
     assert sum(useless) == useful[3 * BATCH - 1] + 1 - 3 * BATCH
     before, after, resumed, last = (
-        step["val-core/example/reward/mean@1"] for job in (begun, gone_on) for step in job.steps if is_validated(step)
+        step[VALIDATED] for job in (begun, gone_on) for step in job.steps if VALIDATED in step
     )
     assert after == resumed and len({before, after, last}) == 3, "of the weights of their step"
-
-
-def is_validated(step: dict[str, Any]) -> bool:
-    return "val-core/example/reward/mean@1" in step
 
 
 def compare_weights(first: Path, job: jobs.Job, own: jobs.Job) -> None:

@@ -24,7 +24,7 @@ from sglang_pat.integrations.verl.streaming import AdaptiveStream, Stream
 
 BATCH, FIRST = 8, 3
 """Prompts of a step, and those of them that begin before something was trained."""
-COMPUTED = {"old_log_probs", "entropy", "advantages", "returns"}
+COMPUTED = {"log_probs", "old_log_probs", "ref_log_prob", "entropy", "advantages", "returns"}
 """Fields of a sample that a trainer adds."""
 GATE = "gate"
 
@@ -72,8 +72,7 @@ class _Recorded(Stream):
         rows = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding")]
         keys = [batch.keys[i] for i in rows]
         data = tq.kv_batch_get(keys=keys, partition_id="train")
-        kept = data.select(*(name for name in data.keys() if name not in COMPUTED))
-        torch.save((keys, [batch.tags[i] for i in rows], kept), get_path(self.global_steps))
+        torch.save((keys, [batch.tags[i] for i in rows], data), get_path(self.global_steps))
         return batch
 
 
@@ -102,5 +101,6 @@ class ReplayedSync(PPOTrainerSync):
 
     def _load(self, global_steps: int, **_: Any) -> tuple[KVBatchMeta, dict[str, Any]]:
         keys, tags, data = torch.load(get_path(global_steps), weights_only=False)
+        data = data.select(*(name for name in data.keys() if name not in COMPUTED))
         tq.kv_batch_put(keys=keys, partition_id="train", fields=data, tags=tags)
         return KVBatchMeta(partition_id="train", keys=keys, tags=tags), {}

@@ -69,6 +69,8 @@ class LentWorker(SummingWorker):
 
 @register_trainer(MODE)
 class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
+    """verl's ``colocate_async``, whose engines sleep when the batch is complete, and of which half trains before."""
+
     _worker_class = LentWorker
     _training: Sequence[int] = ()
     """Data-parallel ranks that do not generate now."""

@@ -41,7 +41,7 @@ from sglang_pat.integrations.verl import options, stream_options
 from sglang_pat.integrations.verl.fields import STEPS, expand_runs
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
 from sglang_pat.integrations.verl.tail_batching import POLL_SECONDS
-from sglang_pat.integrations.verl.trainers import PREFIX, AdaptiveSeparateAsync, _Adaptive
+from sglang_pat.integrations.verl.trainers import PREFIX, AdaptiveSeparateAsync, AdaptiveTrainer
 from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.policies.lengths import WINDOW
 from sglang_pat.rollout.scale_down import ScaleDown, project_peak
@@ -90,10 +90,11 @@ def set_mode(config: DictConfig, mode: str) -> DictConfig:
     return config
 
 
-class Stream(_Adaptive):
+class Stream(AdaptiveTrainer):
     """Each step: :meth:`step`.  What :data:`MODE` and the mode of lent ranks have in common."""
 
     _has_rounds = True
+    _worker_class: type[SummingWorker] = SummingWorker
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
@@ -104,8 +105,6 @@ class Stream(_Adaptive):
         super()._init_resource_pool_mgr()
         for role in self.role_worker_mapping.keys() & {Role.Actor, Role.ActorRollout, Role.ActorRolloutRef}:
             self.role_worker_mapping[role] = ray.remote(self._worker_class)
-
-    _worker_class: type[SummingWorker] = SummingWorker
 
     def on_sample_begin(self) -> None:
         """Nothing: what verl does here is about a whole batch."""
