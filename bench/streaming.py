@@ -97,7 +97,7 @@ def show(found: dict[str, Steps]) -> None:
 
 def main() -> None:
     parser = _bench.options(__doc__ or "", "two steps that count of each way, one repeat, one share")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--batch", type=int, default=32, help="prompts a step")
     parser.add_argument("--samples", type=int, default=4, help="responses a prompt")
