@@ -108,7 +108,7 @@ def test_a_job_goes_on_from_its_checkpoint(verl_job, own_modules, flat, tmp_path
     learning = (
         *COMMON, "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=1",
         f"{REF}.log_prob_micro_batch_size_per_gpu=4", f"{REF}.fsdp_config.model_dtype=fp32",  # verl's is bfloat16
-        f"+{REF}.fsdp_config.mixed_precision={{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}}",
+        "+actor_rollout_ref.ref.fsdp_config.mixed_precision={{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}}",
         f"trainer.experiment_name={tmp_path.name}",
         "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
     )  # fmt: skip
