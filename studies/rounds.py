@@ -14,7 +14,7 @@ from itertools import islice
 
 import numpy as np
 
-from sglang_pat.policies.lending import STRIDE, LendingPolicy, Move, Training, count_milestones
+from sglang_pat.policies.lending import STRIDE, LendingPolicy, Milestones, Move, Training
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.snapshot import Load, Policy, Snapshot
 from sglang_pat.predict.cost import SwitchCosts
@@ -417,10 +417,10 @@ class Simulation:
                 self._rebuild(self._tp)
             return
         training = self._describe_training(len(held))
-        milestones = count_milestones(training.completion)
-        if self.now - loan.asked < LENDING_SECONDS if loan.lent else milestones == loan.passed:
+        reached = loan.milestones.reach(training.completion)
+        if self.now - loan.asked < LENDING_SECONDS if loan.lent else not reached:
             return
-        loan.asked, loan.passed = self.now, milestones
+        loan.asked = self.now
         fingerprint = engines.fingerprint
         room = {tp: fingerprint.kv_tokens * tp // fingerprint.base_tp for tp in fingerprint.degrees}
         found = lending(replace(snapshot, room=room), self._history, training)
@@ -464,4 +464,4 @@ class _Loan:
     since: float = 0.0
     seconds: float = 0.0
     asked: float = float("-inf")
-    passed: int = 0
+    milestones: Milestones = field(default_factory=Milestones)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 
-from sglang_pat.policies.lending import STRIDE, LendingPolicy, Move, Training, count_milestones
+from sglang_pat.policies.lending import STRIDE, LendingPolicy, Milestones, Move, Training
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.snapshot import Policy, Snapshot
 from sglang_pat.predict.cost import SwitchCosts
@@ -250,7 +250,7 @@ class StepReplay:
         """With a policy for the degree, and one for lending (None: never; with ``share``: at this share of the
         requests).  They see, and ``history`` learns, what an engine and its client would."""
         order = np.argsort(self.batch.length, kind="stable")
-        reported, asked, passed, returned = 0, float("-inf"), 0, False
+        reported, asked, milestones, returned = 0, float("-inf"), Milestones(), False
 
         def choose_tp(moment: Moment) -> int:
             nonlocal reported
@@ -260,13 +260,13 @@ class StepReplay:
             return layouts(self.make_snapshot(moment), history).tp
 
         def choose_lending(moment: Moment) -> Move:
-            nonlocal asked, passed, returned
+            nonlocal asked, returned
             if lending is None:
                 return Move.NEVER
-            milestones = count_milestones(self.count_complete(moment.point) / len(self.batch.length))
-            if moment.now - asked < ASK_SECONDS if moment.lent else milestones == passed:
+            reached = milestones.reach(self.count_complete(moment.point) / len(self.batch.length))
+            if moment.now - asked < ASK_SECONDS if moment.lent else not reached:
                 return Move.WAIT
-            asked, passed = moment.now, milestones
+            asked = moment.now
             move = lending(self.make_snapshot(moment), history, self.describe_training(moment, returned)).move
             returned = returned or (moment.lent and move is Move.TAKE_BACK)
             return move

@@ -97,3 +97,6 @@ torch.distributed.init_process_group = _init_with_one_gloo
 
 # Weights go from trainer to engine in shared memory; descriptors of it pass only between processes of one ancestor.
 torch.multiprocessing.set_sharing_strategy("file_system")
+
+# A reference policy's weights wait in pinned memory.
+torch.Tensor.pin_memory = lambda self, *args: self

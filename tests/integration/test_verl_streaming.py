@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,12 @@ from safetensors.torch import load_file
 from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils
 
-from sglang_pat.integrations.verl import streaming
+from sglang_pat.integrations.verl import lending, streaming
 from sglang_pat.integrations.verl.fields import STEPS
 from sglang_pat.integrations.verl.streaming import AdaptiveStream, check_weights
+from sglang_pat.policies.lending import STRIDE
 
-from . import jobs, verl_stream_jobs
+from . import jobs, verl_rewards, verl_stream_jobs
 from .jobs import SWITCHING
 from .verl_stream_jobs import BATCH, FIRST
 
@@ -27,9 +29,11 @@ pytestmark = pytest.mark.integration
 ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
 HYBRID = "trainer.v1.separate_async.hybrid_rollout.enable_switch=true"
 SEPARATE = "actor_rollout_ref.hybrid_engine=false"
+VALIDATED = "val-core/example/acc/mean@1"
+REF = "actor_rollout_ref.ref"
 COMMON = (
-    "--batch", str(BATCH), "--samples", "4", "trainer.save_freq=3", "trainer.default_local_dir={out}",
-    "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]", "data.shuffle=false",
+    "--batch", str(BATCH), "--samples", "4", "data.shuffle=false",
+    "trainer.save_freq=3", "trainer.default_local_dir={out}",
     # With Adam's own, the sign of a rounding error moves a weight whose gradient is nearly 0.
     "actor_rollout_ref.actor.optim.override_optimizer_config={{eps:0.001}}",
 )  # fmt: skip
@@ -47,14 +51,25 @@ def own_modules(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("STREAM_SAMPLES", str(tmp_path))
 
 
+STREAM = (
+    "trainer.v1.trainer_mode=recorded_stream", "actor_rollout_ref.rollout.nnodes=1", f"{ENGINE}.backend=gloo",
+    f"{ENGINE}.custom_backend_module=on_cpu.verl_gloo", "ray_kwargs.ray_init.num_gpus=4",
+)  # fmt: skip
+HF_ONLY = "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]"
+ACTOR = "actor_rollout_ref.actor"
 CASES = {
-    "separate": (SEPARATE, "actor_rollout_ref.actor.loss_agg_mode=token-mean"),
+    "separate": ((*STREAM, SEPARATE), (f"{ACTOR}.loss_agg_mode=token-mean",)),
     # And old log-probs are those of the pass that computes gradients.
     "shared": (
-        HYBRID, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
-        "actor_rollout_ref.rollout.calculate_log_probs=false",
+        (*STREAM, HYBRID),
+        (f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", "actor_rollout_ref.rollout.calculate_log_probs=false"),
+    ),
+    "lent": (
+        ("trainer.v1.trainer_mode=recorded_stream_lent", f"{ACTOR}.fsdp_config.fsdp_size=1"),
+        (f"{ACTOR}.loss_agg_mode=token-mean", "actor_rollout_ref.rollout.calculate_log_probs=false"),
     ),
 }  # fmt: skip
+"""What is set for the streamed job only, and for both."""
 
 
 @pytest.mark.long
@@ -62,13 +77,12 @@ CASES = {
 def test_three_steps_are_those_of_verls_own_update(verl_job, own_modules, flat, tmp_path, case):
     """Most prompts of a step begin when gradients of its first chunk are there: a trainer that waits for the batch
     would wait for ever.  verl's own trainer then gets the samples, all at once."""
-    gpus, *settings = CASES[case]
+    mode, settings = CASES[case]
     agents, name = tmp_path / "agents.yaml", f"trainer.experiment_name={tmp_path.name}"
     agents.write_text(f"- name: gated\n  _target_: {verl_stream_jobs.__name__}.GatedAgent\n")
-    common = (*COMMON, *settings, name)
+    common = (*COMMON, HF_ONLY, *settings, name)
     streamed = verl_job(
-        *SWITCHING, *common, gpus, "trainer.v1.trainer_mode=recorded_stream", "actor_rollout_ref.rollout.nnodes=1",
-        f"{ENGINE}.backend=gloo", f"{ENGINE}.custom_backend_module=on_cpu.verl_gloo", "ray_kwargs.ray_init.num_gpus=4",
+        *SWITCHING, *common, *mode,
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=gated",
     )  # fmt: skip
@@ -77,13 +91,63 @@ def test_three_steps_are_those_of_verls_own_update(verl_job, own_modules, flat, 
         assert step["training/stream/chunks"] >= 2 and step["training/stream/hidden_seconds"] > 0
         assert step.get("training/rollout_probs_diff_max", 0) <= 1e-6
         assert step["training/off_policy/trajectory_spans/max"] == 1
-        if gpus == HYBRID:
+        if case != "separate":
             assert 0.2 <= step["training/stream/switched_at"] <= FIRST / BATCH
+    if case == "lent":  # one switch to lend, one to take back, and others of the policy's
+        assert min(streamed.series("rollout/switches")) >= 2
     own = verl_job(*SWITCHING, *common, "trainer.v1.trainer_mode=replayed_sync")
     for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean"):
         assert streamed.series(name) == pytest.approx(own.series(name), rel=1e-4, abs=1e-6), name
-    (path,) = flat.glob("*.safetensors")
-    before, ours, theirs = load_file(path), load_weights(streamed), load_weights(own)
+    compare_weights(flat, streamed, own)
+
+
+@pytest.mark.long
+def test_a_job_goes_on_from_its_checkpoint(verl_job, own_modules, flat, tmp_path):
+    """Two steps and, from their checkpoint, a third, with useless groups, a reference policy and validation; verl's own
+    trainer then makes the three in one go."""
+    learning = (
+        *COMMON, "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=1",
+        f"{REF}.log_prob_micro_batch_size_per_gpu=4", f"{REF}.fsdp_config.model_dtype=fp32",  # verl's is bfloat16
+        "+actor_rollout_ref.ref.fsdp_config.mixed_precision={{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}}",
+        f"trainer.experiment_name={tmp_path.name}",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+    )  # fmt: skip
+    common = (
+        *SWITCHING, "--steps", "12", *learning, *STREAM, "trainer.val_before_train=true", "trainer.test_freq=2",
+        "algorithm.filter_groups.enable=true", f"reward.custom_reward_function.path={verl_rewards.__file__}",
+        "reward.custom_reward_function.name=half",
+    )  # fmt: skip
+    begun = verl_job(*common, SEPARATE, "trainer.total_training_steps=2", "trainer.save_freq=2")
+    gone_on = verl_job(
+        *common, HYBRID, "trainer.total_training_steps=3", "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={begun.out}/global_step_2",
+    )  # fmt: skip
+    own = verl_job(*SWITCHING, *learning, "trainer.v1.trainer_mode=replayed_sync")
+    steps = [step for job in (begun, gone_on) for step in job.steps if "actor/grad_norm" in step]
+    for name in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm"):
+        assert [step[name] for step in steps] == pytest.approx(own.series(name), rel=1e-4, abs=1e-6), name
+    assert steps[0]["actor/kl_loss"] < 1e-6 < steps[2]["actor/kl_loss"]
+    compare_weights(flat, gone_on, own)
+    trained: list[int] = []
+    for step in (1, 2, 3):
+        _, _, samples = torch.load(verl_stream_jobs.get_path(step), weights_only=False)
+        trained += (prompts := sorted(samples["index"].tolist())[::4])
+        assert len({*prompts}) == BATCH and len(samples) == 4 * BATCH
+    # They go on in the order of the data, whatever was interrupted, and each useless one is replaced by the next.
+    useful = [i for i in range(96) if verl_rewards.draw(f"prompt {i}") >= 0.5]
+    assert trained == useful[: 3 * BATCH]
+    useless = [step["training/filter_groups/evicted_samples"] for step in steps]
+    assert sum(useless) == useful[3 * BATCH - 1] + 1 - 3 * BATCH
+    before, after, resumed, last = (
+        step[VALIDATED] for job in (begun, gone_on) for step in job.steps if VALIDATED in step
+    )
+    assert after == resumed and len({before, after, last}) == 3, "of the weights of their step"
+
+
+def compare_weights(first: Path, job: jobs.Job, own: jobs.Job) -> None:
+    """The third checkpoints of two jobs that began with ``first``."""
+    (path,) = first.glob("*.safetensors")
+    before, ours, theirs = load_file(path), load_weights(job), load_weights(own)
     for name, weight in theirs.items():
         moved = (weight - before[name]).norm()
         assert moved > 0 and (ours[name] - weight).norm() <= 1e-4 * moved, name
@@ -93,10 +157,11 @@ def test_three_steps_are_those_of_verls_own_update(verl_job, own_modules, flat, 
 
 
 ROLLOUT = "actor_rollout_ref.rollout"
+OURS = f"{ROLLOUT}.engine_kwargs.sglang_pat"
 GOOD = (
     f"trainer.v1.trainer_mode={streaming.MODE}", f"{ROLLOUT}.name=sglang_pat", f"{ROLLOUT}.nnodes=1",
     f"{ROLLOUT}.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ENGINE}.backend=nccl",
-    f"+{ROLLOUT}.engine_kwargs.sglang_pat={{}}", "actor_rollout_ref.actor.strategy=fsdp2",
+    f"+{OURS}={{}}", "actor_rollout_ref.actor.strategy=fsdp2",
     "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "algorithm.adv_estimator=grpo",
 )  # fmt: skip
 
@@ -120,6 +185,10 @@ def test_a_step_has_its_own_prompts_only():
     [
         (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.name is sglang, must be sglang_pat with {streaming.WHERE}: "),
         (f"{ROLLOUT}.nnodes=0", f"{ROLLOUT}.nnodes is 0, must be at least 1 with {streaming.WHERE}: engines need"),
+        (
+            f"{ENGINE}.backend=naive",
+            f"{ENGINE}.backend is naive, must be another one, e.g. nccl, with {streaming.WHERE}: ",
+        ),
         (
             "trainer.v1.sampler.custom_sampler={path: mine.py, name: Mine}",
             f"trainer.v1.sampler.custom_sampler.path is 'mine.py', must be left out with {streaming.WHERE}: ",
@@ -166,6 +235,7 @@ class World(AdaptiveStream):
         self.calls: list[str] = []
         update = tensordict_utils.get_tensordict({}, {"metrics": {"mfu": 1.0}})
         self.actor_rollout_wg: Any = SimpleNamespace(
+            world_size=1,
             begin_step=lambda: self.calls.append("begin"),
             finish_step=lambda sequences: self.calls.append(f"finish {sequences}") or [update],
         )
@@ -204,7 +274,7 @@ def test_training_that_the_batch_waits_for_is_not_hidden():
 
 def test_what_fills_a_batch_up_is_not_trained_on():
     trainer = object.__new__(AdaptiveStream)
-    trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0, 0, 1, 1]})
+    trainer.actor_rollout_wg = SimpleNamespace(world_size=2)
     padding = [False, False, True, True, False, True]
     batch = KVBatchMeta(
         partition_id="train", keys=list("abcdef"), tags=[{"is_padding": one} for one in padding], extra_info={"x": 1}
@@ -214,6 +284,90 @@ def test_what_fills_a_batch_up_is_not_trained_on():
     assert all(share is not None and share.extra_info == {"x": 1} for share in shares)
     nothing = KVBatchMeta(partition_id="train", keys=["a", "b"], tags=[{}, {"is_padding": True}])
     assert trainer._divide(nothing)[1] is None
+
+
+@pytest.mark.parametrize(("ranks", "size", "engine"), [(2, 1, 2), (8, 4, 8), (8, 2, 8), (16, 4, 8), (8, 1, 4)])
+def test_lent_ranks_are_whole_replicas_of_the_trainer(ranks, size, engine):
+    lent = {rank for rank in range(ranks) if rank % engine % STRIDE}  # as docs/lending.md says
+    replicas = lending.list_replicas(ranks, size, engine)
+    assert sorted(sum(replicas, [])) == list(range(ranks)) and {len(replica) for replica in replicas} == {size}
+    assert all(lent.issuperset(replica) or lent.isdisjoint(replica) for replica in replicas)
+    assert all(len({rank // engine for rank in replica}) == 1 for replica in replicas), "of one node"
+
+
+@pytest.mark.parametrize(("lent", "there"), [([1], [3, 5]), ([], [8])])
+def test_lent_ranks_train_until_the_batch_is_complete(monkeypatch, lent, there):
+    """Two engines of two ranks; ``[]``: the switch was aborted, and nothing is trained before the batch is complete."""
+    calls: list[Any] = []
+
+    def make_engine() -> SimpleNamespace:
+        return SimpleNamespace(
+            lend_ranks=SimpleNamespace(remote=lambda stride: calls.append(stride) or (lent if stride > 1 else []))
+        )
+
+    def wait(_: int, partition: str, least: int) -> tuple[set[int], dict[str, Any]]:
+        calls.append(f"{least} of {partition}")
+        return set(range(next(looks))), {}
+
+    looks, engines = iter(there), [make_engine(), make_engine()]
+    monkeypatch.setattr(lending.ray, "get", lambda found: found)
+    monkeypatch.setattr(streaming.PPOTrainer, "prepare_step", lambda self: calls.append("prompts") or {})
+    trainer: Any = object.__new__(lending.AdaptiveStreamLent)
+    trainer.config = SimpleNamespace(
+        actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(tensor_model_parallel_size=2))
+    )
+    trainer.timing_raw, trainer.global_steps, trainer.curr_step_profile = {}, 1, False
+    trainer._list_engines = lambda: engines
+    trainer._wait_for_scale_down = lambda found, share: {"training/stream/switched_at": 0.25 * (found == engines)}
+    trainer.replay_buffer = SimpleNamespace(wait_for_sampleable=wait)
+    trainer.actor_rollout_wg = SimpleNamespace(world_size=4, empty_cache=lambda: calls.append("memory"))
+    trainer.checkpoint_manager = SimpleNamespace(
+        abort_replicas=lambda: calls.append("abort"), sleep_replicas=lambda: calls.append("sleep")
+    )
+    trainer.prepare_step()
+    assert trainer._list_training_ranks() == [2 * number + rank for number in (0, 1) for rank in lent]
+    wanted = 8
+    for groups in there:
+        assert calls[-1] == 2 or calls[-1] == "1 of train", "they are lent still"
+        assert trainer._wait_for_groups(wanted) == (groups, {})
+        wanted -= groups
+    assert list(trainer._list_training_ranks()) == [0, 1, 2, 3]
+    waited = ["1 of train", "1 of train"] if lent else ["8 of train"]
+    assert calls == ["prompts", 2, 2, *waited, "memory", 1, 1, "abort", "sleep"]
+
+
+LENT = (
+    f"{ROLLOUT}.nnodes=0", f"{ROLLOUT}.calculate_log_probs=false", "actor_rollout_ref.actor.fsdp_config.fsdp_size=1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.nnodes is 1, must be 0 with {lending.WHERE}: the engines have the"),
+        (f"{ROLLOUT}.calculate_log_probs=true", f"{ROLLOUT}.calculate_log_probs is true, must be false with"),
+        ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.use_kl_loss is true, must be false with"),
+        ("reward.reward_model.enable=true", "reward.reward_model.enable_resource_pool is false, must be true with"),
+        (f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.tensor_model_parallel_size is 1, must be even with"),
+        (
+            "actor_rollout_ref.actor.fsdp_config.fsdp_size=-1",
+            "actor_rollout_ref.actor.fsdp_config.fsdp_size is -1, must be 1 or a divisor of it (half of "
+            f"{ROLLOUT}.tensor_model_parallel_size) with {lending.WHERE}: ",
+        ),
+        (f"+{OURS}.weights=reshard", f"{OURS}.weights is reshard, must be resident with {lending.WHERE}: "),
+        (f"+{OURS}.gpu_order=neighbours", f"{OURS}.gpu_order is neighbours, must be rank with {lending.WHERE}: "),
+        (f"+{OURS}.base_tp=2", f"{OURS}.candidates is [2], must be degrees with 1 and 2 among them with"),
+        (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.name is sglang, must be sglang_pat with {lending.WHERE}: "),
+    ],
+)
+def test_what_keeps_ranks_from_being_lent_is_refused_in_one_line(override, line):
+    overrides = [*GOOD, f"trainer.v1.trainer_mode={lending.MODE}", *LENT]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        trainer = lending.AdaptiveStreamLent(compose("ppo_trainer", overrides))
+        assert trainer.trainer_mode == "colocate_async" and not trainer._list_training_ranks()
+        with pytest.raises(ValueError) as refused:
+            lending.AdaptiveStreamLent(compose("ppo_trainer", [*overrides, override]))
+    assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
 
 
 def test_an_engine_that_leaves_the_round_sends_requests_away():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_from_nested
 
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
+from sglang_pat.integrations.verl.lending import LentWorker
 from sglang_pat.testing.ports import find_free_port
 
 RANKS, SHARDS = 4, 2
@@ -33,7 +35,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "token-mean": (),
     "seq-mean-token-mean": ("use_kl_loss=true", "kl_loss_coef=0.1"),
     "seq-mean-token-sum-norm": ("loss_scale_factor=64", "entropy_coeff=0.01"),
-    "token-sum": ("use_dynamic_bsz=true", "ppo_max_token_len_per_gpu=256"),
+    "token-sum of strided replicas": ("use_dynamic_bsz=true", "ppo_max_token_len_per_gpu=256"),
     "seq-mean-token-sum": ("fsdp_config.use_no_sync_for_gradient_accumulation=true",),
     "token-mean of one replica": (
         "fsdp_config.fsdp_size=-1", "fsdp_config.param_offload=true", "fsdp_config.optimizer_offload=true",
@@ -55,7 +57,9 @@ def make_config(model: str, overrides: tuple[str, ...]) -> Any:
                 f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.model.use_remove_padding=false",
                 "actor_rollout_ref.model.enable_gradient_checkpointing=false",
                 "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
-                f"actor_rollout_ref.rollout.n={RESPONSES}", "actor_rollout_ref.rollout.name=sglang",
+                f"actor_rollout_ref.rollout.n={RESPONSES}",
+                f"actor_rollout_ref.rollout.tensor_model_parallel_size={RANKS}",
+                "actor_rollout_ref.rollout.name=sglang",
                 "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=3",
                 "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=256",
                 "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=${actor_rollout_ref.actor.use_dynamic_bsz}",
@@ -95,11 +99,11 @@ def select(data: TensorDict, rows: Any) -> TensorDict | None:
     return tu.index_select_tensor_dict(data, rows) if rows else None
 
 
-def make_shares(data: TensorDict, step: int, replicas: bool) -> list[list[TensorDict | None]]:
+def make_shares(data: TensorDict, step: int, alone: Sequence[int]) -> list[list[TensorDict | None]]:
     """Chunks in the order in which responses end, each with what every rank gets of it.
 
-    With ``replicas`` the first chunks are for ranks 2 and 3, the others for all.  Shares differ in size, and some are
-    empty.
+    The first chunks are for the ranks of the replica that trains ``alone``, the others for all.  Shares differ in size,
+    and some are empty.
     """
     order = sorted(range(SEQUENCES), key=lambda i: len(data["responses"][i]))
     chunks = [order[:3], order[3:8], order[8:9], order[9:20], order[20:]]
@@ -107,7 +111,7 @@ def make_shares(data: TensorDict, step: int, replicas: bool) -> list[list[Tensor
         chunks.reverse()
     shares = []
     for number, chunk in enumerate(chunks):
-        ranks = [2, 3] if replicas and number < ALONE else [0, 1, 2, 3]
+        ranks = alone if number < ALONE else range(RANKS)
         parts = {rank: chunk[i :: len(ranks)] for i, rank in enumerate(ranks)}
         shares.append([select(data, parts.get(rank, ())) for rank in range(RANKS)])
     return shares
@@ -142,25 +146,23 @@ def update_as_verl(worker: SummingWorker, data: TensorDict, rank: int) -> dict[s
     return tu.get(worker.update_actor(own), "metrics")
 
 
-def compare(config: Any, rank: int) -> dict[str, Any]:
+def compare(config: Any, rank: int, kind: type[SummingWorker]) -> dict[str, Any]:
     """Both kinds of step, from the same weights: how far gradients and weights are apart, relative to their norm."""
     torch.manual_seed(0)
-    workers = []
-    for _ in range(2):
-        workers.append(SummingWorker(config, "actor"))
-        workers[-1].init_model()
-    ours, theirs = workers
+    ours, theirs = kind(config, "actor"), SummingWorker(config, "actor")
+    for worker in (ours, theirs):
+        worker.init_model()
+    replicas = ours.actor.engine.device_mesh.mesh.reshape(-1, ours.actor.engine.device_mesh.size(-1)).tolist()
+    (own,) = (replica for replica in replicas if rank in replica)
     before = collect_weights(ours)
     gradients, expected = record_gradients(ours), record_gradients(theirs)
     metrics: list[Any] = []
     for step in range(STEPS):
         data = make_samples(step)
         ours.begin_step()
-        replicas = ours.actor.engine.device_mesh.ndim > 1
-        own = slice(rank // SHARDS * SHARDS, rank // SHARDS * SHARDS + SHARDS) if replicas else slice(None)
-        for shares in make_shares(data, step, replicas):
+        for shares in make_shares(data, step, replicas[-1]):
             # A replica without samples may be asked, or not: the other trains in any case.
-            if step == 0 or any(share is not None for share in shares[own]):
+            if step == 0 or any(shares[one] is not None for one in own):
                 ours.add_gradients(shares[rank])
         found = tu.get(ours.finish_step(SEQUENCES), "metrics")
         metrics.append([found, update_as_verl(theirs, data, rank)])
@@ -182,7 +184,7 @@ def collect_errors(config: Any, rank: int) -> list[str]:
     """What calls at a wrong time, and wrong numbers, say."""
     worker = SummingWorker(config, "actor")
     worker.init_model()
-    shares = make_shares(make_samples(0), 0, replicas=False)[0]
+    shares = make_shares(make_samples(0), 0, range(RANKS))[0]
 
     def begin() -> None:
         worker.begin_step()
@@ -209,7 +211,8 @@ def run_rank(rank: int, port: int, model: str, out: str, *cases: str) -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for name in cases or CASES:
-        found[name] = compare(make_config(model, (f"loss_agg_mode={name.split()[0]}", *CASES[name])), rank)
+        kind = LentWorker if "strided" in name else SummingWorker
+        found[name] = compare(make_config(model, (f"loss_agg_mode={name.split()[0]}", *CASES[name])), rank, kind)
     found["errors"] = collect_errors(make_config(model, ()), rank)
     if rank == 0:
         Path(out).write_text(json.dumps(found))

@@ -19,11 +19,12 @@ from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentL
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from sglang_pat.integrations.verl.streaming import AdaptiveStream
+from sglang_pat.integrations.verl.lending import AdaptiveStreamLent
+from sglang_pat.integrations.verl.streaming import AdaptiveStream, Stream
 
 BATCH, FIRST = 8, 3
 """Prompts of a step, and those of them that begin before something was trained."""
-COMPUTED = {"old_log_probs", "entropy", "advantages", "returns"}
+COMPUTED = {"log_probs", "old_log_probs", "ref_log_prob", "entropy", "advantages", "returns"}
 """Fields of a sample that a trainer adds."""
 GATE = "gate"
 
@@ -54,8 +55,7 @@ def get_path(step: int) -> Path:
     return Path(os.environ["STREAM_SAMPLES"]) / f"{step}.pt"
 
 
-@register_trainer("recorded_stream")
-class RecordedStream(AdaptiveStream):
+class _Recorded(Stream):
     """Opens the gate when gradients of a step's first chunk are there."""
 
     def _setup(self) -> None:
@@ -72,9 +72,18 @@ class RecordedStream(AdaptiveStream):
         rows = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding")]
         keys = [batch.keys[i] for i in rows]
         data = tq.kv_batch_get(keys=keys, partition_id="train")
-        kept = data.select(*(name for name in data.keys() if name not in COMPUTED))
-        torch.save((keys, [batch.tags[i] for i in rows], kept), get_path(self.global_steps))
+        torch.save((keys, [batch.tags[i] for i in rows], data), get_path(self.global_steps))
         return batch
+
+
+@register_trainer("recorded_stream")
+class RecordedStream(_Recorded, AdaptiveStream):
+    pass
+
+
+@register_trainer("recorded_stream_lent")
+class RecordedStreamLent(_Recorded, AdaptiveStreamLent):
+    pass
 
 
 @register_trainer("replayed_sync")
@@ -92,5 +101,6 @@ class ReplayedSync(PPOTrainerSync):
 
     def _load(self, global_steps: int, **_: Any) -> tuple[KVBatchMeta, dict[str, Any]]:
         keys, tags, data = torch.load(get_path(global_steps), weights_only=False)
+        data = data.select(*(name for name in data.keys() if name not in COMPUTED))
         tq.kv_batch_put(keys=keys, partition_id="train", fields=data, tags=tags)
         return KVBatchMeta(partition_id="train", keys=keys, tags=tags), {}

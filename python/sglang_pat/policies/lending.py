@@ -128,16 +128,27 @@ class LendingDecision:
 
 
 LendingPolicy = Callable[[Snapshot, LengthHistory, Training], LendingDecision]
-"""Asked at every milestone (:func:`count_milestones`), and while ranks are lent every second or so.
+"""Asked at every milestone (:class:`Milestones`), and while ranks are lent every second or so.
 
 ``Snapshot`` is of the ranks that work, as any policy sees it: ``num_ranks`` and ``load.replica`` count them only.
 """
 
 
 def count_milestones(completion: float) -> int:
-    """Milestones that are passed at a share of the batch; none before :data:`FIRST_MILESTONE`.  A client asks again
-    when it has changed."""
+    """Milestones that are passed at a share of the batch; none before :data:`FIRST_MILESTONE`."""
     return max(0, int((completion - FIRST_MILESTONE) / MILESTONE + 1 + 1e-9)) if completion > 0 else 0
+
+
+@dataclass
+class Milestones:
+    """Those of a round; whoever has them asks a policy once at each."""
+
+    passed: int = 0
+
+    def reach(self, completion: float) -> bool:
+        """Whether a share of the batch is past another one."""
+        before, self.passed = self.passed, count_milestones(completion)
+        return self.passed != before
 
 
 def compute_peak_tokens(outlook: Outlook) -> float:

@@ -8,11 +8,11 @@ advantage needs all responses to its prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from sglang_pat.policies.lending import LAST_MILESTONE, count_milestones
+from sglang_pat.policies.lending import LAST_MILESTONE, Milestones
 
 
 def project_peak(lengths: Sequence[int], done: int, responses: int, prompt_tokens: float, limit: int) -> float:
@@ -41,12 +41,12 @@ class ScaleDown:
     Attributes:
         groups: of the batch.
         room: KV tokens of the engines that go on.
-        asked: milestones that are passed.
+        milestones: that are passed.
     """
 
     groups: int
     room: float
-    asked: int = 0
+    milestones: Milestones = field(default_factory=Milestones)
 
     def is_due(self, complete: int, peak: float) -> bool:
         """Whether GPUs go over to training now.
@@ -58,8 +58,4 @@ class ScaleDown:
         share = complete / self.groups
         if share >= 1:
             return True
-        passed = count_milestones(share)
-        if passed == self.asked or share > LAST_MILESTONE:
-            return False
-        self.asked = passed
-        return peak <= self.room
+        return self.milestones.reach(share) and share <= LAST_MILESTONE and peak <= self.room

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from base64 import b64decode
 from collections.abc import AsyncIterator
@@ -23,6 +24,9 @@ from sglang_pat.integrations.verl.fields import DEGREES, STEPS, STOPS
 from sglang_pat.judge.attach import attach as stream_layers
 from sglang_pat.launch.attach import attach
 from sglang_pat.messages import BeginRound, EndRound
+
+SWITCH_SECONDS = 0.05
+"""Until an engine that switches is asked again."""
 
 _meta: ContextVar[dict[str, Any]] = ContextVar("meta")
 """Of the answer to a request of :meth:`AdaptiveServer.generate`."""
@@ -93,6 +97,21 @@ class AdaptiveServer(SGLangHttpServer):
     async def _end_running(self) -> None:
         if self.config.free_cache_engine and (ended := await self.tokenizer_manager.pat_end_running()):
             job_log.warning("%d requests ran on while memory was to be released, and were aborted", ended)
+
+    async def lend_ranks(self, stride: int) -> list[int]:
+        """The ranks that are lent now: none with stride 1, or if the switch was aborted."""
+        from sglang_pat.server.tokenizer import ReconfigureError
+
+        while True:
+            try:
+                return (await self.tokenizer_manager.pat_lend_ranks(stride)).get("lent", [])
+            except ReconfigureError as error:
+                if error.code == 500 and stride > 1:
+                    job_log.warning("no ranks are lent in this step: %s", error)
+                    return []
+                if error.code != 409:  # a switch is under way
+                    raise
+                await asyncio.sleep(SWITCH_SECONDS)
 
     async def load(self) -> EngineReport:
         """What a balancer of requests wants to know."""

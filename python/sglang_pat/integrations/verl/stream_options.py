@@ -10,6 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from verl.utils.config import omega_conf_to_dataclass
+
+from sglang_pat import job_settings
+from sglang_pat.integrations.verl import options
+from sglang_pat.layout import list_strides
+from sglang_pat.policies.lending import STRIDE
 
 ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo")
 """verl's advantages that compare a response with its group only.  The others need a critic, a mean over the batch, or
@@ -34,6 +40,12 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "trainer.critic_warmup": ((0, None), "there is no critic"),
 }
 """Setting: what it may be (``None``: or left out), and why."""
+_ALL_RANKS = "it is a pass of all ranks of the trainer, and some still generate"
+_FIXED_WHILE_LENT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "actor_rollout_ref.rollout.nnodes": ((0,), "the engines have the trainer's GPUs"),
+    "actor_rollout_ref.rollout.calculate_log_probs": ((False,), _ALL_RANKS),
+    f"{_ACTOR}.use_kl_loss": ((False,), _ALL_RANKS),
+}
 
 
 def check(config: DictConfig, where: str) -> None:
@@ -50,10 +62,7 @@ def check(config: DictConfig, where: str) -> None:
     def get(name: str) -> Any:
         return OmegaConf.select(config, name)
 
-    for name, (allowed, why) in _FIXED.items():
-        if (value := get(name)) not in allowed:
-            names = [str(one).lower() if isinstance(one, bool) else str(one) for one in allowed if one is not None]
-            raise _refuse(name, value, " or ".join(names) or "left out", where, why)
+    _check_fixed(config, _FIXED, where)
     batch, mini_batch = get("data.train_batch_size"), get(f"{_ACTOR}.ppo_mini_batch_size")
     if mini_batch != batch:
         raise _refuse(
@@ -69,6 +78,42 @@ def check(config: DictConfig, where: str) -> None:
     name = f"{_ACTOR}.fsdp_config.mixed_precision.param_dtype"
     if str(precision := get(name)) in ("fp16", "float16"):
         raise _refuse(name, precision, "bf16 or fp32", where, "a sum over a batch is too large for half precision")
+
+
+def check_lent(config: DictConfig, where: str) -> None:
+    """Refuse what needs all of the trainer's ranks, or an engine that cannot lend half of its own, while some of them
+    generate and the others train; arguments and errors as of :func:`check`."""
+    _check_fixed(config, _FIXED_WHILE_LENT, where)
+    models = OmegaConf.select(config, "reward.reward_model")
+    if models.enable and not models.enable_resource_pool:
+        why = "rewards are needed while the engines have the GPUs"
+        raise _refuse("reward.reward_model.enable_resource_pool", False, "true", where, why)
+    name, tensor_parallel = f"{_ACTOR}.fsdp_config.fsdp_size", "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    size, ranks = OmegaConf.select(config, name), OmegaConf.select(config, tensor_parallel)
+    half = ranks // STRIDE
+    if ranks % STRIDE:
+        raise _refuse(tensor_parallel, ranks, "even", where, "an engine lends half of its ranks")
+    if not (0 < size <= half and half % size == 0):
+        why = "a replica of the trainer trains on lent ranks only"
+        raise _refuse(name, size, f"{half} or a divisor of it (half of {tensor_parallel})", where, why)
+    rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    adaptive = job_settings.check(options.read_settings(rollout, 0), ranks, options.WHERE)
+    given = f"actor_rollout_ref.{options.WHERE}"
+    if adaptive.gpu_order != "rank":
+        raise _refuse(f"{given}.gpu_order", adaptive.gpu_order, "rank", where, "the trainer's ranks are in this order")
+    if adaptive.weights == "reshard":
+        raise _refuse(f"{given}.weights", "reshard", "resident", where, "lent ranks would miss how weights move")
+    if STRIDE not in list_strides(adaptive.layouts):
+        degrees = [layout.tp for layout in adaptive.layouts]
+        why = "half of an engine's ranks are lent"
+        raise _refuse(f"{given}.candidates", degrees, f"degrees with {half} and {ranks} among them", where, why)
+
+
+def _check_fixed(config: DictConfig, fixed: dict[str, tuple[tuple[Any, ...], str]], where: str) -> None:
+    for name, (allowed, why) in fixed.items():
+        if (value := OmegaConf.select(config, name)) not in allowed:
+            names = [str(one).lower() if isinstance(one, bool) else str(one) for one in allowed if one is not None]
+            raise _refuse(name, value, " or ".join(names) or "left out", where, why)
 
 
 def _refuse(name: str, value: Any, allowed: str, where: str, why: str) -> ValueError:

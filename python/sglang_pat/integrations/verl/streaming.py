@@ -7,7 +7,8 @@ divided once, the weights are updated once, and go to all engines.  So the weigh
 tokens, and the update is that of the whole batch.
 
 It is verl's ``separate_async`` without its prefetched prompts and with one update a step, of which another worker adds
-gradients up (:mod:`sglang_pat.integrations.verl.gradient_sums`).
+gradients up (:mod:`sglang_pat.integrations.verl.gradient_sums`).  Where engine and trainer have the same GPUs it is
+``colocate_async`` (:mod:`sglang_pat.integrations.verl.lending`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -23,6 +25,7 @@ from typing import Any
 import ray
 import transfer_queue as tq
 from omegaconf import DictConfig, open_dict
+from ray.actor import ActorHandle
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.replay_buffer import _accumulate_eviction_metrics
@@ -38,7 +41,7 @@ from sglang_pat.integrations.verl import options, stream_options
 from sglang_pat.integrations.verl.fields import STEPS, expand_runs
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
 from sglang_pat.integrations.verl.tail_batching import POLL_SECONDS
-from sglang_pat.integrations.verl.trainers import PREFIX, AdaptiveSeparateAsync
+from sglang_pat.integrations.verl.trainers import PREFIX, AdaptiveSeparateAsync, AdaptiveTrainer
 from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.policies.lengths import WINDOW
 from sglang_pat.rollout.scale_down import ScaleDown, project_peak
@@ -49,77 +52,62 @@ MODE = f"{PREFIX}stream"
 WHERE = f"trainer.v1.trainer_mode={MODE}"
 
 
-def check(config: DictConfig) -> None:
+def check(config: DictConfig, mode: str) -> None:
     """Refuse what would not be the update of the whole batch, or cannot be at all.
+
+    Args:
+        config: of the job.
+        mode: ``trainer.v1.trainer_mode``.
 
     Raises:
         ValueError: one line, in the words of verl's configuration.
     """
-    if given := config.trainer.v1.get(MODE):
-        raise ValueError(f"trainer.v1.{MODE} has no option {min(given)!r}, must be left out: it has none")
+    where = f"trainer.v1.trainer_mode={mode}"
+    if given := config.trainer.v1.get(mode):
+        raise ValueError(f"trainer.v1.{mode} has no option {min(given)!r}, must be left out: it has none")
     rollout, sampler = config.actor_rollout_ref.rollout, config.trainer.v1.sampler
     if rollout.name != options.NAME:
         raise ValueError(
-            f"actor_rollout_ref.rollout.name is {rollout.name}, must be {options.NAME} with {WHERE}: it says of each "
+            f"actor_rollout_ref.rollout.name is {rollout.name}, must be {options.NAME} with {where}: it says of each "
             "token which weights generated it"
-        )
-    if not rollout.nnodes > 0:
-        raise ValueError(
-            f"actor_rollout_ref.rollout.nnodes is {rollout.nnodes}, must be at least 1 with {WHERE}: engines need GPUs "
-            "of their own to generate while the trainer trains"
         )
     if (custom := sampler.get("custom_sampler") or {}).get("path"):
         raise ValueError(
-            f"trainer.v1.sampler.custom_sampler.path is {custom['path']!r}, must be left out with {WHERE}: each "
+            f"trainer.v1.sampler.custom_sampler.path is {custom['path']!r}, must be left out with {where}: each "
             "complete group is trained on"
         )
-    stream_options.check(config, WHERE)
+    stream_options.check(config, where)
 
 
-class _OneVersion(PPOTrainerSeparateAsync):
-    """verl's trainer, which keeps no copy of the weights: they stay as they are until the step's only update."""
+def set_mode(config: DictConfig, mode: str) -> DictConfig:
+    """A copy for verl's trainer of this mode, with what streaming is: a batch, its update, the next batch.  verl's
+    defaults are others."""
+    config = deepcopy(config)
+    with open_dict(config.trainer.v1):
+        config.trainer.v1.trainer_mode = f"{PREFIX}{mode}"
+        config.trainer.v1[mode].parameter_sync_step, config.trainer.v1[mode].num_warmup_batches = 1, 0
+        config.trainer.v1.sampler.max_off_policy_threshold = None
+    return config
 
-    _compute_old_log_prob = PPOTrainer._compute_old_log_prob
 
-
-@register_trainer(MODE)
-class AdaptiveStream(AdaptiveSeparateAsync, _OneVersion):
-    """Each step: :meth:`step`.
-
-    With ``trainer.v1.separate_async.hybrid_rollout.enable_switch`` the trainer's GPUs generate, too, until they are to
-    train (:mod:`sglang_pat.rollout.scale_down`).  They change sides as whole replicas, and their requests go on
-    elsewhere, from their tokens.
-    """
+class Stream(AdaptiveTrainer):
+    """Each step: :meth:`step`.  What :data:`MODE` and the mode of lent ranks have in common."""
 
     _has_rounds = True
+    _worker_class: type[SummingWorker] = SummingWorker
 
     def __init__(self, config: DictConfig) -> None:
-        check(config)
-        config = deepcopy(config)
-        mode = config.trainer.v1
-        with open_dict(mode):
-            mode.trainer_mode = f"{PREFIX}separate_async"
-            # What the mode is: a batch, its update, the next batch.  verl's defaults are others.
-            mode.separate_async.parameter_sync_step, mode.separate_async.num_warmup_batches = 1, 0
-            mode.sampler.max_off_policy_threshold = None
         super().__init__(config)
         self.replay_buffer.poll_interval = POLL_SECONDS
-        self._shares_gpus = self.hybrid_rollout_config.enable_switch
-        # verl's own rule when to switch is about prefetched prompts.
-        self.hybrid_rollout_config = replace(self.hybrid_rollout_config, enable_switch=False)
         self._lengths: deque[int] = deque(maxlen=WINDOW)
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
         for role in self.role_worker_mapping.keys() & {Role.Actor, Role.ActorRollout, Role.ActorRolloutRef}:
-            self.role_worker_mapping[role] = ray.remote(SummingWorker)
-
-    def on_step_begin(self) -> None:
-        if not self._shares_gpus:
-            super().on_step_begin()
+            self.role_worker_mapping[role] = ray.remote(self._worker_class)
 
     def on_sample_begin(self) -> None:
-        """Nothing: verl measures here what its own rule computes with."""
+        """Nothing: what verl does here is about a whole batch."""
 
     def on_sample_end(self) -> None:
         """The same."""
@@ -127,9 +115,6 @@ class AdaptiveStream(AdaptiveSeparateAsync, _OneVersion):
     def on_step_end(self) -> None:
         self._announce_round(EndRound())
         super().on_step_end()
-        if self._shares_gpus and self.global_steps < self.total_training_steps:
-            with marked_timer("switch_to_rollout", self.timing_raw, color="cyan"):
-                self.switch_to_rollout()
 
     def _add_batch_to_generate(self) -> None:
         rollout, prompts = self.config.actor_rollout_ref.rollout, self.config.data.train_batch_size
@@ -138,22 +123,16 @@ class AdaptiveStream(AdaptiveSeparateAsync, _OneVersion):
         self._announce_round(BeginRound(**about) if filters else BeginRound.of_size(prompts, rollout.n, **about))
         super()._add_batch_to_generate()
 
-    def _wait_for_sampleable_and_switch(self) -> dict[str, Any]:
-        """Until the trainer's GPUs are its own."""
-        if self.current_mode != HybridEngineMode.ROLLOUT:
-            return {}
-        with marked_timer("switch_wait", self.timing_raw, color="yellow"):
-            found = self._wait_for_scale_down()
-        with marked_timer("switch_to_trainer", self.timing_raw, color="cyan"):
-            self.switch_to_trainer()
-        return found
+    def _wait_for_scale_down(self, engines: Sequence[ActorHandle], share: float = 1.0) -> dict[str, Any]:
+        """Until GPUs may leave the round.
 
-    def _wait_for_scale_down(self) -> dict[str, Any]:
-        """Until they may leave the round."""
+        Args:
+            engines: those that go on, with this ``share`` of their ranks.
+        """
         buffer, rollout = self.replay_buffer, self.config.actor_rollout_ref.rollout
         groups, last = self.config.data.train_batch_size, time.time()
-        reports = ray.get([handle.load.remote() for handle in self.standalone_server_manager.server_handles])
-        decision = ScaleDown(groups=groups, room=sum(report.kv_free + report.tokens for report in reports))
+        reports = ray.get([handle.load.remote() for handle in engines])
+        decision = ScaleDown(groups=groups, room=share * sum(report.kv_free + report.tokens for report in reports))
         metrics: dict[str, Any] = {}
         while True:
             there, found = buffer.wait_for_sampleable(self.global_steps, "train", 0)  # does not wait for any
@@ -175,7 +154,8 @@ class AdaptiveStream(AdaptiveSeparateAsync, _OneVersion):
         while wanted:
             of_chunk: dict[str, Any] = {}
             with marked_timer("gen", timing_raw, color="red"):
-                groups = self._wait_for_groups(wanted, of_chunk)
+                groups, evicted = self._wait_for_groups(wanted)
+            found.add_step_metrics(evicted)
             wanted -= groups
             began = time.perf_counter()
             chunk = self._step_once(of_chunk, timing_raw, groups)
@@ -199,20 +179,16 @@ class AdaptiveStream(AdaptiveSeparateAsync, _OneVersion):
             tags=[tag for chunk in chunks for tag in chunk.tags],
         )  # fmt: skip
 
-    def _wait_for_groups(self, wanted: int, metrics: dict[str, Any]) -> int:
-        """Until at least one group is complete; how many are, at most as many as are ``wanted``."""
-        there, found = self.replay_buffer.wait_for_sampleable(self.global_steps, "train", 1)
-        metrics.update(found)
-        return min(len(there), wanted)
+    def _wait_for_groups(self, wanted: int) -> tuple[int, dict[str, Any]]:
+        """Until at least one group is complete, or all are if no rank could train; how many are, at most as many as are
+        ``wanted``, and verl's figures of those that were replaced meanwhile."""
+        least = 1 if self._list_training_ranks() else wanted
+        there, found = self.replay_buffer.wait_for_sampleable(self.global_steps, "train", least)
+        return min(len(there), wanted), found
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], **named: Any) -> KVBatchMeta:
         check_weights(batch, self.global_steps - 1)
-        batch = super()._balance_batch(batch, metrics, **named)
-        # verl's passes without gradients want whole micro-batches.
-        size = self.config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
-        if size is not None:
-            batch.extra_info["micro_batch_size_per_gpu"] = math.gcd(len(batch) // self._count_trainer_ranks(), size)
-        return batch
+        return super()._balance_batch(batch, metrics, **named)
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         """verl's own is a whole batch."""
@@ -222,7 +198,17 @@ class AdaptiveStream(AdaptiveSeparateAsync, _OneVersion):
         """Only to compare them with the engine's: else they are those of the pass that computes gradients."""
         if not self.config.actor_rollout_ref.rollout.calculate_log_probs:
             return batch
-        return super()._compute_old_log_prob(batch, metrics)
+        return super()._compute_old_log_prob(self._fit_passes(batch), metrics)
+
+    def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        return super()._compute_ref_log_prob(self._fit_passes(batch), metrics)
+
+    def _fit_passes(self, batch: KVBatchMeta) -> KVBatchMeta:
+        """verl's passes without gradients want whole micro-batches; what is set here lasts for one of them."""
+        passes = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.ref
+        if sizes := [size for one in passes if (size := one.log_prob_micro_batch_size_per_gpu) is not None]:
+            batch.extra_info["micro_batch_size_per_gpu"] = math.gcd(len(batch) // self._count_trainer_ranks(), *sizes)
+        return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         """The gradients of a chunk."""
@@ -231,23 +217,25 @@ class AdaptiveStream(AdaptiveSeparateAsync, _OneVersion):
 
     def _divide(self, batch: KVBatchMeta) -> list[KVBatchMeta | None]:
         """A balanced batch by data-parallel ranks, without what verl has filled it up with."""
-        ranks = self._count_trainer_ranks()
-        size = len(batch) // ranks
-        shares = list[KVBatchMeta | None]()
-        for rank in range(ranks):
-            rows = [i for i in range(rank * size, (rank + 1) * size) if not batch.tags[i].get("is_padding")]
-            shares.append(
-                KVBatchMeta(
+        training = self._list_training_ranks()
+        size = -(-len(batch) // len(training))
+        shares: list[KVBatchMeta | None] = [None] * self._count_trainer_ranks()
+        for first, rank in zip(range(0, len(batch), size), training, strict=False):
+            part = range(first, min(first + size, len(batch)))
+            if rows := [i for i in part if not batch.tags[i].get("is_padding")]:
+                shares[rank] = KVBatchMeta(
                     partition_id=batch.partition_id, keys=[batch.keys[i] for i in rows],
                     tags=[batch.tags[i] for i in rows], extra_info=dict(batch.extra_info),
-                )
-                if rows else None
-            )  # fmt: skip
+                )  # fmt: skip
         return shares
+
+    def _list_training_ranks(self) -> Sequence[int]:
+        """Data-parallel ranks that the next chunk is for."""
+        return range(self._count_trainer_ranks())
 
     def _count_trainer_ranks(self) -> int:
         """Data-parallel ones."""
-        return max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        return self.actor_rollout_wg.world_size
 
     def _finish_update(self, sequences: int) -> dict[str, Any]:
         """Divide, clip, update; verl's metrics of an update."""
@@ -255,6 +243,57 @@ class AdaptiveStream(AdaptiveSeparateAsync, _OneVersion):
         found = rename_dict(tensordict_utils.get(output, "metrics"), "actor/")
         found["perf/mfu/actor"] = found.pop("actor/mfu")
         return reduce_metrics(found)
+
+
+class _OneVersion(PPOTrainerSeparateAsync):
+    """verl's trainer, which keeps no copy of the weights: they stay as they are until the step's only update."""
+
+    _compute_old_log_prob = PPOTrainer._compute_old_log_prob
+
+
+@register_trainer(MODE)
+class AdaptiveStream(Stream, AdaptiveSeparateAsync, _OneVersion):
+    """With ``trainer.v1.separate_async.hybrid_rollout.enable_switch`` the trainer's GPUs generate, too, until they are
+    to train (:mod:`sglang_pat.rollout.scale_down`).  They change sides as whole replicas, and their requests go on
+    elsewhere, from their tokens.
+    """
+
+    def __init__(self, config: DictConfig) -> None:
+        check(config, MODE)
+        if not (nodes := config.actor_rollout_ref.rollout.nnodes) > 0:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.nnodes is {nodes}, must be at least 1 with {WHERE}: engines need GPUs of "
+                "their own to generate while the trainer trains"
+            )
+        if config.actor_rollout_ref.rollout.checkpoint_engine.backend == "naive":
+            raise ValueError(
+                "actor_rollout_ref.rollout.checkpoint_engine.backend is naive, must be another one, e.g. nccl, with "
+                f"{WHERE}: weights go to other GPUs"
+            )
+        super().__init__(set_mode(config, "separate_async"))
+        self._shares_gpus = self.hybrid_rollout_config.enable_switch
+        # verl's own rule when to switch is about prefetched prompts.
+        self.hybrid_rollout_config = replace(self.hybrid_rollout_config, enable_switch=False)
+
+    def on_step_begin(self) -> None:
+        if not self._shares_gpus:
+            super().on_step_begin()
+
+    def on_step_end(self) -> None:
+        super().on_step_end()
+        if self._shares_gpus and self.global_steps < self.total_training_steps:
+            with marked_timer("switch_to_rollout", self.timing_raw, color="cyan"):
+                self.switch_to_rollout()
+
+    def _wait_for_sampleable_and_switch(self) -> dict[str, Any]:
+        """Until the trainer's GPUs are its own."""
+        if self.current_mode != HybridEngineMode.ROLLOUT:
+            return {}
+        with marked_timer("switch_wait", self.timing_raw, color="yellow"):
+            found = self._wait_for_scale_down(self.standalone_server_manager.server_handles)
+        with marked_timer("switch_to_trainer", self.timing_raw, color="cyan"):
+            self.switch_to_trainer()
+        return found
 
 
 def _count_sequences(batch: KVBatchMeta) -> int:

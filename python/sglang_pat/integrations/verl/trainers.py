@@ -82,7 +82,7 @@ for _trainer in (PPOTrainer, PPOTrainerSeparateAsync):  # the second looks at it
 PPOTrainer._init_dataloader = _check_data_after(PPOTrainer._init_dataloader)
 
 
-class _Adaptive(PPOTrainer):
+class AdaptiveTrainer(PPOTrainer):
     """Says how far trainer and engine disagree about a token, by the TP degree that generated it, and how the engines
     spent the step."""
 
@@ -210,7 +210,7 @@ def _make_degree_metrics(data: Any, differences: bool = True) -> dict[str, float
 
 
 @register_trainer(f"{PREFIX}sync")
-class AdaptiveSync(_Adaptive, PPOTrainerSync):
+class AdaptiveSync(AdaptiveTrainer, PPOTrainerSync):
     """Also with tail batching: ``+trainer.v1.sglang_pat_sync.tail_batching=strict`` or ``reorder``."""
 
     def get_llm_client(self) -> LLMServerClient:
@@ -312,13 +312,13 @@ class AdaptiveSync(_Adaptive, PPOTrainerSync):
 
 
 @register_trainer(f"{PREFIX}colocate_async")
-class AdaptiveColocateAsync(_Adaptive, PPOTrainerColocateAsync):
+class AdaptiveColocateAsync(AdaptiveTrainer, PPOTrainerColocateAsync):
     def get_llm_client(self) -> LLMServerClient:
         return self.llm_server_manager.get_client(client_cls=AdaptiveAsyncClient)
 
 
 @register_trainer(f"{PREFIX}separate_async")
-class AdaptiveSeparateAsync(_Adaptive, PPOTrainerSeparateAsync):
+class AdaptiveSeparateAsync(AdaptiveTrainer, PPOTrainerSeparateAsync):
     def _setup(self) -> None:
         level = trainer_separate_async.logger.level
         trainer_separate_async.logger.setLevel(logging.WARNING)  # verl 0.9.1 fails at a line of INFO of its own
