@@ -136,15 +136,8 @@ def study(task: tuple[str, str, float, int, str, int]) -> Cell | None:
 
 
 HEADS = (
-    "training",
-    "machine",
-    "lengths",
-    *(f"{way}, s" for way in WAYS),
-    "ours: times as fast",
-    "oracle",
-    "hidden",
-    "lent",
-)
+    "training", "machine", "lengths", *(f"{way}, s" for way in WAYS), "ours: times as fast", "oracle", "hidden", "lent",
+)  # fmt: skip
 
 
 def list_rows(cells: list[Cell]) -> list[tuple[str, ...]]:
@@ -157,16 +150,6 @@ def list_rows(cells: list[Cell]) -> list[tuple[str, ...]]:
         )
         for cell in cells
     ]  # fmt: skip
-
-
-def format_cells(cells: list[Cell]) -> Table:
-    """Seconds of a step, cell by cell."""
-    table = Table(title="seconds of a step (simulated)", title_justify="left")
-    for head in HEADS:
-        table.add_column(head, justify="right", overflow="fold")
-    for line in list_rows(cells):
-        table.add_row(*line)
-    return table
 
 
 TOTALS = ("cells", "50%", "adaptive", "ours", "oracle", "ours, worst step", "hidden", "lent", "steps lent", "KV, most")
@@ -188,11 +171,25 @@ def list_totals(cells: list[Cell], by: str) -> list[tuple[str, ...]]:
     return lines
 
 
-def format_totals(cells: list[Cell]) -> Table:
-    title = "times as fast (simulated): 50% and adaptive over base, ours and oracle over adaptive"
+def make_table(title: str, heads: tuple[str, ...]) -> Table:
     table = Table(title=title, title_justify="left")
-    for head in ("", *TOTALS):
+    for head in heads:
         table.add_column(head, justify="right", overflow="fold")
+    return table
+
+
+def format_cells(cells: list[Cell]) -> Table:
+    """Seconds of a step, cell by cell."""
+    table = make_table("seconds of a step (simulated)", HEADS)
+    for line in list_rows(cells):
+        table.add_row(*line)
+    return table
+
+
+def format_totals(cells: list[Cell]) -> Table:
+    table = make_table(
+        "times as fast (simulated): 50% and adaptive over base, ours and oracle over adaptive", ("", *TOTALS)
+    )
     for by in ("machine", "shape", "training", "batch", "rho"):
         for line in list_totals(cells, by):
             table.add_row(*line)

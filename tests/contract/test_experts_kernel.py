@@ -111,7 +111,7 @@ def check(case: Case) -> None:
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe, fused_moe_triton_kernels, override_config
 
     from sglang_pat.fixes import float32
-    from sglang_pat.rank.experts import PiecewiseExperts
+    from sglang_pat.rank.experts import UNQUANTISED, PiecewiseExperts
     from sglang_pat.rank.experts_triton import multiply_gate_up
 
     fused_moe.invoke_fused_moe_kernel = (
@@ -127,8 +127,7 @@ def check(case: Case) -> None:
     weights = torch.rand(case.tokens, case.top_k)
     config = dict(zip(("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M"), case.blocks, strict=True))
     order = align(ids, config["BLOCK_SIZE_M"], case.experts)
-    plain = dict.fromkeys(("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16"), False)
-    plain |= {"per_channel_quant": False, "compute_type": getattr(fused_moe.tl, str(case.dtype)[6:])}
+    plain = UNQUANTISED | {"compute_type": getattr(fused_moe.tl, str(case.dtype)[6:])}
     pairs = ids.numel()
 
     def multiply_by_sglang(given, weight, last=False):
@@ -217,7 +216,7 @@ def test_blocks_are_those_that_sglang_takes_for_copies(tp, tuned, monkeypatch):
         method.multiply_on_gpu(x, w2, ids, ids)
         (_, *order, config), (*order_down, weigh, each, config_down) = asked
         wanted = fused_moe._prepare_fused_moe_run(
-            x, w13[:, : 2 * size].contiguous(), w2.contiguous(), ids, block_shape=None, **experts._UNQUANTISED
+            x, w13[:, : 2 * size].contiguous(), w2.contiguous(), ids, block_shape=None, **experts.UNQUANTISED
         )
         assert (config, *order) == (wanted[0], *wanted[3:]) and ("num_warps" in config) == tuned
         assert order == order_down and config_down == config and (weigh, each) == (True, 1)

@@ -77,7 +77,7 @@ def measure(layer: Layer, tp: int, batch: int, device: str, dtype: torch.dtype, 
     """
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
-    from sglang_pat.rank.experts import PiecewiseExperts
+    from sglang_pat.rank.experts import UNQUANTISED, PiecewiseExperts
     from sglang_pat.rank.experts_triton import multiply_gate_up
 
     def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -95,8 +95,7 @@ def measure(layer: Layer, tp: int, batch: int, device: str, dtype: torch.dtype, 
     for _ in range(ROUTINGS):
         weights, ids = torch.rand(batch, layer.experts, device=device).topk(layer.top_k)
         routed.append((weights, ids.to(torch.int32)))
-    plain = ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant")
-    unquantised: dict[str, Any] = dict.fromkeys(plain, False) | {"block_shape": None}
+    unquantised: dict[str, Any] = UNQUANTISED | {"block_shape": None}
 
     def on_copies(weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return fused_moe.fused_experts_impl(x, w13_copy, down_copy, weights, ids, filter_expert=False)

@@ -21,6 +21,10 @@ from sglang_pat.rank.experts_triton import multiply_gate_up
 
 LARGEST_BATCH = 4096
 """Tokens; kernels for more are those for so many."""
+UNQUANTISED = dict.fromkeys(
+    ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant"), False
+)
+"""What SGLang's functions for experts are told."""
 
 
 def find_reason_against(experts: FusedMoE) -> tuple[str, str] | None:
@@ -107,7 +111,7 @@ class PiecewiseExperts(UnquantizedFusedMoEMethod):
         rows, hidden = self.gate.shape[1:]
         w13: Any = SimpleNamespace(shape=(len(down), 2 * rows, hidden))  # all that is looked at
         config, down_config, _, *order = fused_moe._prepare_fused_moe_run(
-            x, w13, down, ids, block_shape=None, **_UNQUANTISED
+            x, w13, down, ids, block_shape=None, **UNQUANTISED
         )
         gate_up = x.new_empty(ids.numel(), 2 * rows)
         multiply_gate_up(x, self.gate, self.up, gate_up, ids, *order, config=config)
@@ -116,12 +120,7 @@ class PiecewiseExperts(UnquantizedFusedMoEMethod):
         found = x.new_empty(*ids.shape, hidden)
         given: Any = (inner, down, None, found, None, None, None, weights, ids, *order, True, 1, down_config or config)
         kind = getattr(fused_moe.tl, str(x.dtype).removeprefix("torch."))
-        fused_moe.invoke_fused_moe_kernel(*given, compute_type=kind, filter_expert=False, **_UNQUANTISED)
+        fused_moe.invoke_fused_moe_kernel(*given, compute_type=kind, filter_expert=False, **UNQUANTISED)
         out = torch.empty_like(x)
         fused_moe.moe_sum_reduce(found, out, 1.0)  # for few tokens SGLang has another, which is compiled on first use
         return out
-
-
-_UNQUANTISED = dict.fromkeys(
-    ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant"), False
-)
