@@ -3,8 +3,8 @@
     python bench/lending.py [--quick] [--rounds N] [--model FOLDER --task NAME] [--json FILE]
 
 ``never`` trains after the round, ``policy`` asks the engine's policy, ``always`` lends at the first milestone and takes
-back when the round is over.  The rate of learning is so small that all steps are alike.  Draws the last step of
-``policy`` in which a rank was lent.
+back when the round is over.  The rate of learning is so small that all steps are alike.  Draws the last step in which a
+rank was lent, of ``policy`` if there is one.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             trainer.engine.shutdown()
         if not args.quick and not args.model:
-            draw_step(PICTURE, Results(run=trainer.run, before=0.0, rows=found["policy"]))
+            draw_step(PICTURE, Results(run=trainer.run, before=0.0, rows=found["always"] + found["policy"]))
     show(Console(width=150), found)
     rows = {way: [{"parts": row.parts, "lengths": row.lengths} for row in rows] for way, rows in found.items()}
     _bench.write(args.json, machine=about, rows=rows)
