@@ -68,7 +68,7 @@ def show(found: dict[str, Steps]) -> None:
 
 def main() -> None:
     parser = _bench.options(__doc__ or "", "two steps that count of each way, one repeat, one share")
-    _verl_jobs.add_options(parser, repeats=3, steps=6, batch=32, samples=4, response=1536)
+    _verl_jobs.add_options(parser, repeats=2, steps=6, batch=32, samples=4, response=1536)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.2, 0.3, 0.4, 0.5])
     args = parser.parse_args()
     _verl_jobs.need_verl()
