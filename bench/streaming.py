@@ -15,22 +15,18 @@ all of it is (RollPacker's Table 4).  ``stream``: ``trainer.v1.trainer_mode=sgla
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from statistics import mean, median
 
 import _bench
+import _verl_jobs
+from _verl_jobs import APART, Steps
 from rich.console import Console
 from rich.table import Table
 
 from sglang_pat.testing import models
 
-ROOT = Path(__file__).resolve().parents[1]
-HERE = Path(__file__).resolve().parent
 MODEL = Path(".cache/models/llama-stream")
 """A small Llama whose probabilities are far from 0 and 1."""
 COLUMNS = {
@@ -41,39 +37,14 @@ COLUMNS = {
     "not hidden, s": "training/stream/exposed_seconds",
     "chunks": "training/stream/chunks",
 }
-Steps = list[dict[str, float]]
-"""verl's metrics of the steps that count."""
 
 
 def run(mode: str, share: float, args: argparse.Namespace) -> Steps:
     """One job."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder)
-        agents = out / "agents.yaml"
-        agents.write_text("- name: drawn\n  _target_: _stream_job.DrawnLengths\n")
-        rollout, engine = "actor_rollout_ref.rollout", "actor_rollout_ref.rollout.checkpoint_engine"
-        command = [
-            sys.executable, str(ROOT / "examples" / "verl_grpo" / "run_cpu.py"), "--model", str(MODEL.resolve()),
-            "--out", folder, "--gpus", "1", "--steps", str(args.steps), "--batch", str(args.batch),
-            "--samples", str(args.samples), "--response", str(args.response), "--settings", "{base_tp:1}",
-            f"trainer.v1.trainer_mode={mode}", "actor_rollout_ref.hybrid_engine=false", "data.shuffle=false",
-            f"{rollout}.nnodes=1", f"{rollout}.calculate_log_probs=false", f"{engine}.backend=gloo",
-            f"{engine}.custom_backend_module=on_cpu.verl_gloo", "ray_kwargs.ray_init.num_gpus=2",
-            f"{rollout}.agent.agent_loop_config_path={agents}", f"{rollout}.agent.default_agent_loop=drawn",
-            f"{rollout}.max_num_seqs={args.batch * args.samples}",
-        ]  # fmt: skip
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])),
-            "VERL_USE_EXTERNAL_MODULES": "_stream_job",
-            "FETCH_SHARE": str(share),
-        }
-        done = subprocess.run(
-            command, env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        if done.returncode:
-            sys.exit(f"the job of {mode} failed:\n{done.stdout[-4000:]}")
-        lines = (out / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["data"] for line in lines][1:]
+    more = ("--gpus", "1", "--settings", "{base_tp:1}", f"trainer.v1.trainer_mode={mode}", *APART)
+    return _verl_jobs.run(
+        args, MODEL, "_stream_job.DrawnLengths", *more, "ray_kwargs.ray_init.num_gpus=2", FETCH_SHARE=str(share)
+    )
 
 
 def compare(found: dict[str, Steps]) -> dict[str, list[float]]:
@@ -97,13 +68,10 @@ def show(found: dict[str, Steps]) -> None:
 
 def main() -> None:
     parser = _bench.options(__doc__ or "", "two steps that count of each way, one repeat, one share")
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--batch", type=int, default=32, help="prompts a step")
-    parser.add_argument("--samples", type=int, default=4, help="responses a prompt")
-    parser.add_argument("--response", type=int, default=1536, help="tokens of a response at most")
+    _verl_jobs.add_options(parser, repeats=2, steps=6, batch=32, samples=4, response=1536)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.2, 0.3, 0.4, 0.5])
     args = parser.parse_args()
+    _verl_jobs.need_verl()
     if args.quick:
         args.repeats, args.steps, args.shares = 1, 3, [0.3]
     models.make_random("llama", MODEL, heads=4, kv_heads=2, logit_std=1)

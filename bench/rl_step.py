@@ -1,0 +1,193 @@
+"""A step of verl by stage, with one technique after the other (RollPacker's Table 2), on this machine.
+
+    .venv-integration/bin/python bench/rl_step.py [--quick] [--repeats N] [--steps N] [--json FILE] [--png FILE]
+
+Two ranks of a trainer and two of an engine share two cores.  Lengths of responses and programs in their place are drawn
+once, with a long tail and some that never end.  Jobs take turns.  The first step of a job does not count: everything is
+new.  With five that do, tail batching makes four short rounds and a long one.  Needs the environment of ``make
+test-integration``.  ``python -m studies.rl_step`` simulates the paper's settings.
+
+Rows are cumulative up to ``adaptive TP``:
+
+- ``plain``: verl's sync trainer, its own reward manager, one layout; a program has one limit;
+- ``tail batching``: ``strict``, η = 1.25 for prompts;
+- ``rewards``: our reward manager, whose limits are learnt;
+- ``adaptive TP``: the layout changes in the round, and a round starts where it is best (``survival``).
+
+Tail batching is of the sync trainer, where trainer and engine share their ranks.  Streaming is of another one, where
+each has its own.  So the last two rows have all but tail batching:
+
+- ``apart``: trains when the batch is there;
+- ``stream``: trains on groups while others are generated.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+
+import _bench
+import _verl_jobs
+import rollout
+from _programs import MAXIMUM, MINIMUM, make_ground_truth
+from _verl_jobs import APART, ROOT, Steps
+
+from sglang_pat.demo.cases import NATURAL, Case
+from sglang_pat.testing import models
+from sglang_pat.tools import console
+from sglang_pat.tools.console import Speaker
+
+sys.path += [str(ROOT), str(ROOT / "examples"), str(ROOT / "examples" / "verl_grpo")]
+import run_cpu
+from on_cpu import cpu_jobs
+
+from studies import step_picture
+
+MODEL = Path(".cache/models/llama-step")
+SHAPE = dict(layers=2, hidden=256, intermediate=1536, heads=4, kv_heads=2, logit_std=1)
+"""So large that training takes about as much of a step as in the paper.  tp2 is hardly faster than tp1."""
+STAGES = {
+    "rollout, s": "step/generation", "reward, s": "step/reward", "training, s": "step/training",
+    "weights, s": "timing_s/update_weights", "step, s": "timing_s/step", "hidden, s": "step/hidden",
+    "tokens": "response_length/mean", "switches": "rollout/switches",
+}  # fmt: skip
+"""Columns, and what verl calls them: means of a step."""
+FIXED = "{base_tp:1,policy:off}"
+ETA = 1.25
+
+
+def list_ways(profile: Path) -> dict[str, tuple[str, ...]]:
+    """What each way adds to a job's arguments."""
+    tail = (
+        "trainer.v1.trainer_mode=sglang_pat_sync", "+trainer.v1.sglang_pat_sync.tail_batching=strict",
+        f"+trainer.v1.sglang_pat_sync.eta_prompts={ETA}",
+    )  # fmt: skip
+    fixed = ("--settings", FIXED)
+    adaptive = ("--settings", f"{{base_tp:1,policy:survival,profile:{profile.resolve()}}}")
+    one_limit = (
+        "reward.custom_reward_function.path=pkg://_step_job", "reward.custom_reward_function.name=score_with_one_limit"
+    )  # fmt: skip
+    limits = (
+        "reward.custom_reward_function.path=null", "reward.reward_manager.name=sglang_pat",
+        f"+reward.sglang_pat={{processes:6,time_limits:{{minimum:{MINIMUM},maximum:{MAXIMUM}}}}}",
+    )  # fmt: skip
+    apart = (*limits, *APART, "ray_kwargs.ray_init.num_gpus=4")
+    return {
+        "plain": (*fixed, "trainer.v1.trainer_mode=sglang_pat_sync", *one_limit),
+        "tail batching": (*fixed, *tail, *one_limit),
+        "rewards": (*fixed, *tail, *limits),
+        "adaptive TP": (*adaptive, *tail, *limits),
+        "apart": (*adaptive, "trainer.v1.trainer_mode=fetch_whole", *apart),
+        "stream": (*adaptive, "trainer.v1.trainer_mode=sglang_pat_stream", *apart),
+    }
+
+
+def write_prompts(file: Path, count: int) -> None:
+    """As verl reads them, with the test cases of programs."""
+    import pandas
+
+    rows = run_cpu.rows(cpu_jobs.prompts(count, chat=False))
+    programs = {"data_source": "taco"}
+    for prompt, row in enumerate(rows):
+        row |= programs | {"reward_model": {"style": "rule", "ground_truth": make_ground_truth(prompt)}}
+    pandas.DataFrame(rows).to_parquet(file)
+
+
+def compare(found: dict[str, list[Steps]], others: dict[str, str]) -> dict[str, list[float]]:
+    """How many times as fast as another way each is, turn by turn: in all steps of a job, since tail batching has the
+    long responses of a step in another one."""
+    seconds = {way: [sum(step["timing_s/step"] for step in steps) for steps in jobs] for way, jobs in found.items()}
+    return {
+        way: [one / own for one, own in zip(seconds[others[way]], jobs, strict=True)] for way, jobs in seconds.items()
+    }
+
+
+def list_rows(found: dict[str, list[Steps]]) -> list[tuple[str, ...]]:
+    """The cells of the page's table, a line each."""
+    ways = list(found)
+    whole, alone = (
+        compare(found, dict.fromkeys(ways, ways[0])),
+        compare(found, dict(zip(ways, [ways[0], *ways[:-1]], strict=True))),
+    )
+    lines = []
+    for way, jobs in found.items():
+        steps = [step for job in jobs for step in job]
+        cells = [f"{mean(step.get(name, 0.0) for step in steps):.1f}" for name in STAGES.values()]
+        lines.append((way, *cells, _format(whole[way]), _format(alone[way])))
+    return lines
+
+
+def _format(values: list[float]) -> str:
+    span = f" ({min(values):.2f}–{max(values):.2f})" if len(values) > 1 else ""
+    return f"{mean(values):.2f}{span}"
+
+
+def draw(rows: Sequence[Mapping[str, str]], source: str, path: Path) -> Path:
+    """Args: ``rows``: of the table, by its heads."""
+    numbers = {
+        row["with"]: {head: float(cell.partition(" ")[0]) for head, cell in row.items() if head != "with"}
+        for row in rows
+    }
+    sync, (apart, stream) = list(numbers)[:-2], list(numbers)[-2:]
+    numbers[stream]["times as fast"] = numbers[stream]["as the row above"]
+    panels = {
+        "shared ranks": {f"+ {way}" if place else way: numbers[way] for place, way in enumerate(sync)},
+        "ranks of their own": {apart: numbers[apart], stream: numbers[stream]},
+    }
+    whole, streamed = numbers[sync[-1]]["times as fast"], numbers[stream]["times as fast"]
+    title = (
+        f"Real, two CPU cores: {whole:.2f} times as fast up to adaptive TP; streaming gains {streamed:.2f} elsewhere"
+    )
+    return step_picture.draw_panels(panels, title, f"Real jobs of verl with a small model. {source}", path)
+
+
+HEADS = ("with", *STAGES, "times as fast", "as the row above")
+
+
+def show(found: dict[str, list[Steps]]) -> None:
+    """As the page has it: means over steps; of the last columns the mean over turns, the least and the most."""
+    for cells in (HEADS, ["---"] * len(HEADS), *list_rows(found)):
+        print(f"| {' | '.join(cells)} |")
+
+
+def main() -> int:
+    parser = _bench.options(__doc__ or "", "a job of each way, one small step that counts")
+    _verl_jobs.add_options(parser, repeats=2, steps=6, batch=16, samples=4, response=1024)
+    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the stages here")
+    args = parser.parse_args()
+    _verl_jobs.need_verl()
+    if args.quick:
+        args.repeats, args.steps, args.batch, args.response = 1, 2, 8, 256
+    models.make_random("llama", MODEL, **SHAPE)
+    speaker = Speaker(console.make())
+    profile = rollout.sweep(
+        Case("llama-step", NATURAL, rollout.LOGNORMAL), MODEL, "20s" if args.quick else "1m", speaker
+    )
+    settings = {name: value for name, value in vars(args).items() if name not in ("json", "png")}
+    about = _bench.about(**settings)
+    ways = list_ways(profile)
+    found: dict[str, list[Steps]] = {way: [] for way in ways}
+    loads: dict[str, list[float]] = {way: [] for way in ways}
+    with tempfile.TemporaryDirectory() as folder:
+        prompts = Path(folder) / "prompts.parquet"
+        write_prompts(prompts, round(ETA * args.batch * args.steps))
+        for turn in range(args.repeats):
+            for way, more in ways.items():
+                steps = _verl_jobs.run(args, MODEL, "_step_job.TimedLengths", f"data.train_files={prompts}", *more)
+                found[way].append(steps)
+                loads[way].append(os.getloadavg()[0])
+                said = f"{mean(step['timing_s/step'] for step in steps):.1f} s a step, load {loads[way][-1]:.1f}"
+                print(f"turn {turn + 1}/{args.repeats}, {way}: {said}", flush=True)
+    show(found)
+    if args.png:
+        draw([dict(zip(HEADS, line, strict=True)) for line in list_rows(found)], "", args.png)
+    _bench.write(args.json, about=about, loads=loads, steps=found, faster=compare(found, dict.fromkeys(ways, "plain")))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
