@@ -95,9 +95,9 @@ SETUPS = {
     "phi3": Setup(model="phi3", ranks=2, count=1, stock=False),
     "olmo2": Setup(model="olmo2", ranks=2, count=1, stock=False),
     # Mixtures of experts.  Few tokens: on a CPU their experts are multiplied one by one.
-    "qwen3-moe": Setup(model="qwen3_moe", ranks=2, count=8, stock=False, limits=FEW),
-    "qwen2-moe": Setup(model="qwen2_moe", ranks=4, base=2, count=8, stock=False, limits=FEW),
-    "mixtral": Setup(model="mixtral", ranks=4, count=8, flags=CHUNKED, limits=FEW),
+    "qwen3-moe": Setup(model="qwen3_moe", ranks=2, count=20, stock=False, limits=FEW),
+    "qwen2-moe": Setup(model="qwen2_moe", ranks=4, base=2, count=20, stock=False, limits=FEW),
+    "mixtral": Setup(model="mixtral", ranks=4, count=20, flags=CHUNKED, limits=FEW),
     "mixtral-as-on-cuda": Setup(model="mixtral", ranks=2, count=3, as_on_cuda=True, limits=FEW, soak_only=True),
     "mixtral-pat": Setup(model="mixtral", ranks=2, count=2, flags=("--pat-weights", "reshard"), limits=FEW),
     "mistral": Setup(model="mistral", ranks=2, count=1, soak_only=True),
