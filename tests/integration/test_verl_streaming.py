@@ -131,7 +131,7 @@ def test_a_job_goes_on_from_its_checkpoint(verl_job, own_modules, flat, tmp_path
     trained: list[int] = []
     for step in (1, 2, 3):
         _, _, samples = torch.load(verl_stream_jobs.get_path(step), weights_only=False)
-        trained += (prompts := sorted(samples["index"].tolist())[::4])
+        trained += (prompts := sorted(samples["index"])[::4])
         assert len({*prompts}) == BATCH and len(samples) == 4 * BATCH
     # They go on in the order of the data, whatever was interrupted, and each useless one is replaced by the next.
     useful = [i for i in range(96) if verl_rewards.draw(f"prompt {i}") >= 0.5]
