@@ -37,17 +37,17 @@ class DrawnLengths(SingleTurnAgentLoop):
 class FetchWhole(AdaptiveStream):
     """Trains when the batch is there."""
 
-    def _wait_for_groups(self, wanted: int, metrics: dict[str, Any]) -> int:
-        self.replay_buffer.wait_for_sampleable(self.global_steps, "train", wanted)
-        return wanted
+    def _wait_for_groups(self, wanted: int) -> tuple[int, dict[str, Any]]:
+        _, found = self.replay_buffer.wait_for_sampleable(self.global_steps, "train", wanted)
+        return wanted, found
 
 
 @register_trainer("fetch_once")
 class FetchOnce(AdaptiveStream):
     """Trains on a share of the batch when that is there, and on the rest when all of it is."""
 
-    def _wait_for_groups(self, wanted: int, metrics: dict[str, Any]) -> int:
+    def _wait_for_groups(self, wanted: int) -> tuple[int, dict[str, Any]]:
         batch = self.config.data.train_batch_size
         groups = round(float(os.environ["FETCH_SHARE"]) * batch) if wanted == batch else wanted
-        self.replay_buffer.wait_for_sampleable(self.global_steps, "train", groups)
-        return groups
+        _, found = self.replay_buffer.wait_for_sampleable(self.global_steps, "train", groups)
+        return groups, found

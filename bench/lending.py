@@ -1,10 +1,10 @@
 """Is a training step faster if a rank is lent while its round drains?  The example of GRPO, three ways in turn.
 
-    python bench/lending.py [--quick] [--rounds N] [--model FOLDER --task NAME] [--json FILE]
+    python bench/lending.py [--quick] [--rounds N] [--model FOLDER --task NAME] [--picture FILE] [--json FILE]
 
 ``never`` trains after the round, ``policy`` asks the engine's policy, ``always`` lends at the first milestone and takes
-back when the round is over.  The rate of learning is so small that all steps are alike.  Draws the last step in which a
-rank was lent, of ``policy`` if there is one.
+back when the round is over.  The rate of learning is so small that all steps are alike.  The picture has the last
+step in which a rank was lent, of ``policy`` if there is one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from examples.grpo.policy import warm_up
 from examples.grpo.train import Row, Run, Trainer, start_engine
 from sglang_pat.policies.lending import FIRST_MILESTONE, Move
 
-PICTURE = Path(__file__).resolve().parents[1] / "docs" / "img" / "lending.png"
 WAYS = ("never", "policy", "always")
 WARM = 2
 """Steps before the first that counts: in them it is measured what training takes."""
@@ -57,23 +56,13 @@ def run(trainer: Trainer, rounds: int) -> dict[str, list[Row]]:
 
 def show(console: Console, found: dict[str, list[Row]]) -> None:
     table = Table(title="a step, by when its first groups are trained (medians)", title_justify="left")
-    for column in (
-        "way",
-        "seconds",
-        "from",
-        "to",
-        "round",
-        "training after",
-        "weights",
-        "lent",
-        "hidden",
-        "never over",
-    ):
+    for column in ("way", "seconds", "from", "to", "to the last token", "after it", "lent", "hidden", "never over"):
         table.add_column(column, justify="right")
     seconds = {way: [sum(row.parts.values()) for row in rows] for way, rows in found.items()}
     for way, rows in found.items():
-        parts = (median(row.parts[part] for row in rows) for part in ("generation", "training", "weight sync"))
-        lent = [row.timeline for row in rows if row.timeline.lent]
+        steps = [row.timeline for row in rows]
+        parts = median(step.over for step in steps), median(step.end - step.over for step in steps)
+        lent = [step for step in steps if step.lent]
         ratios = [never / mine for never, mine in zip(seconds["never"], seconds[way], strict=True)]
         table.add_row(
             way, *(f"{value:.2f}" for value in (median(seconds[way]), min(seconds[way]), max(seconds[way]), *parts)),
@@ -100,10 +89,11 @@ def begin(args: Any, steps: int, folder: Path) -> Trainer:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = _bench.options(__doc__, "small steps, no picture")
+    parser = _bench.options(__doc__, "small steps")
     parser.add_argument("--rounds", type=int, help="steps of each way (default: 7, with --quick 2)")
     parser.add_argument("--model", default="", metavar="FOLDER", help="as of examples.grpo")
     parser.add_argument("--task", default="", metavar="NAME")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="of a step in which a rank was lent")
     args = parser.parse_args(argv)
     about = _bench.about()
     rounds = args.rounds or (2 if args.quick else 7)
@@ -113,8 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = run(trainer, rounds)
         finally:
             trainer.engine.shutdown()
-        if not args.quick and not args.model:
-            draw_step(PICTURE, Results(run=trainer.run, before=0.0, rows=found["always"] + found["policy"]))
+        if args.picture:
+            draw_step(args.picture, Results(run=trainer.run, before=0.0, rows=found["always"] + found["policy"]))
     show(Console(width=150), found)
     rows = {way: [{"parts": row.parts, "lengths": row.lengths} for row in rows] for way, rows in found.items()}
     _bench.write(args.json, machine=about, rows=rows)

@@ -28,7 +28,7 @@ class Timeline(msgspec.Struct, kw_only=True):
         generating: of each rank, when it computed tokens.
         lent: when a rank was lent and taken back; None: it was not.
         training: when gradients were computed.
-        over: when the round was; ``end``: of the step, with its update and the weights in the engine.
+        over: when the last token was computed; ``end``: of the step, with its update and the weights in the engine.
     """
 
     generating: list[list[Span]]
@@ -39,7 +39,7 @@ class Timeline(msgspec.Struct, kw_only=True):
 
     @property
     def hidden(self) -> float:
-        """Share of the training that was done before the round was over."""
+        """Share of the training that was done before the last token."""
         whole = sum(end - start for start, end in self.training)
         return sum(max(0.0, min(end, self.over) - start) for start, end in self.training) / whole if whole else 0.0
 
@@ -141,7 +141,11 @@ class Lending:
                     spans.append((since, at))
         lent = (self.moves[0] - start, self.moves[1] - start) if self.moves else None
         training = [(began - start, ended - start) for (began, ended), *_ in self.spans]
-        return Timeline(generating=generating, lent=lent, training=training, over=ends[1] - start, end=ends[-1] - start)
+        # Whoever trains hears of the end of the round later than it is.
+        last = max((at for spans in generating for _, at in spans), default=ends[1] - start)
+        return Timeline(
+            generating=generating, lent=lent, training=training, over=min(last, ends[1] - start), end=ends[-1] - start
+        )
 
 
 def count_tokens(groups: Sequence[Group]) -> int:

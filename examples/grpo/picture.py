@@ -120,7 +120,7 @@ def draw_step(path: Path, results: Results) -> Path:
     updated = max((end for _, end in step.training), default=step.over)
     _draw_spans(axes, trainer, [(updated, step.end)], pictures.RED, "update, weights into the engine")
     axes.axvline(step.over, color=pictures.LINE, linewidth=0.8, linestyle="--")
-    axes.text(step.over, -0.5, "the round is over ", fontsize=8, va="center", ha="right")
+    axes.text(step.over, -0.5, "the last token ", fontsize=8, va="center", ha="right")
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.7)
     axes.grid(axis="y", visible=False)
@@ -142,5 +142,5 @@ def make_step_title(number: int, step: Timeline) -> str:
         return f"Step {number}, {step.end:.1f} s: no rank was lent, and all is trained after the round"
     return (
         f"Step {number}, {step.end:.1f} s: on a rank that was lent for {step.lent[1] - step.lent[0]:.1f} s, "
-        f"{step.hidden:.0%} of the training was done before the round was over"
+        f"{step.hidden:.0%} of the training was done before the last token"
     )

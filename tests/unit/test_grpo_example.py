@@ -229,7 +229,7 @@ def test_the_picture_of_a_step_says_what_was_hidden(model, tmp_path):
     assert draw_step(tmp_path / "step.png", Results(run=LEND, before=0.0, rows=trainer.rows)).stat().st_size > 10_000
     step = Timeline(generating=[[], []], lent=(1.0, 3.0), training=[(1.0, 2.0), (2.5, 4.5)], over=3.5, end=5.0)
     assert make_step_title(7, step) == (
-        "Step 7, 5.0 s: on a rank that was lent for 2.0 s, 67% of the training was done before the round was over"
+        "Step 7, 5.0 s: on a rank that was lent for 2.0 s, 67% of the training was done before the last token"
     )
     step.lent = None
     assert make_step_title(7, step) == "Step 7, 5.0 s: no rank was lent, and all is trained after the round"
