@@ -197,7 +197,18 @@ def rl_step() -> Path:
     return draw(read_lines(rows), "Drawn from a table of docs/results/training.md.", IMAGES / "rl_step.png")
 
 
-DRAWN = {"layouts": layouts, "switch": switch, "tail_batching": tail_batching, "rl_step": rl_step}
+def verl_step() -> Path:
+    """The same of real jobs."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    from rl_step import HEADS, draw
+
+    (rows,) = tables(RESULTS / "training.md", *HEADS)
+    return draw(rows, "Drawn from a table of docs/results/training.md.", IMAGES / "verl_step.png")
+
+
+DRAWN = {
+    "layouts": layouts, "switch": switch, "tail_batching": tail_batching, "rl_step": rl_step, "verl_step": verl_step,
+}  # fmt: skip
 
 
 def main(names: list[str]) -> int:
