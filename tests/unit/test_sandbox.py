@@ -13,11 +13,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sglang_pat.rewards import local, sandbox
+from sglang_pat.rewards import local, program_runner, sandbox
 from sglang_pat.rewards.local import Bubblewrap, LocalSession
 from sglang_pat.rewards.programs import score_response
 from sglang_pat.rewards.runs import SandboxError
@@ -296,6 +297,20 @@ def test_none_has_to_be_written_and_keeps_the_limits():
         with found.open(escapes.ESCAPES[name]) as session:
             assert session.run("", escapes.LIMIT, escapes.MAXIMUM).ended == ended
     assert "with all its rights" in found.describe()
+
+
+def test_what_is_cut_reports_the_clock_that_cut_it(monkeypatch):
+    clock, waits = iter([0.0, 10.0, 10.0]), iter([0.0, 9.5])  # it waits for a core after it was decided to cut it
+    program = subprocess.Popen(["sleep", "60"])
+    monkeypatch.setattr(program_runner, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(program_runner, "measure_wait", lambda pid: next(waits))
+    monkeypatch.setattr(program_runner, "end_all", lambda pid: None)
+    monkeypatch.setattr(program_runner.os, "fork", lambda: program.pid)
+    with open(os.devnull) as control:
+        found = program_runner.run_case(
+            {"limit": 1.0, "maximum": 60.0, "stdin": "", "output": 100}, control.fileno(), {}
+        )
+    assert found and (found["ended"], found["wall"], found["waited"]) == ("cut", 10.0, 0.0)
 
 
 @pytest.mark.parametrize(

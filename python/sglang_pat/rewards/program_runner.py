@@ -89,6 +89,7 @@ class Watch:
 
     def __init__(self, pid: int, pipes: tuple[int, int, int], stdin: bytes, rest: dict[str, Any]) -> None:
         self.pid, self.rest = pid, rest
+        self.wall = self.waited = 0.0
         self.stdin, self.stdout, self.stderr = pipes
         self.input = memoryview(stdin)
         self.output, self.errors = bytearray(), bytearray()
@@ -105,8 +106,8 @@ class Watch:
         self.poll.register(ended, select.POLLIN)
         try:
             while True:
-                wall = time.monotonic() - start
-                left = min(self.rest["limit"] - wall + measure_wait(self.pid), self.rest["maximum"] - wall)
+                self.read_clock(start)
+                left = min(self.rest["limit"] - self.wall + self.waited, self.rest["maximum"] - self.wall)
                 if left <= 0:
                     return "cut"
                 ready = [fd for fd, _ in self.poll.poll(math.ceil(left * 1000))]
@@ -123,6 +124,10 @@ class Watch:
                     return "exit" if len(self.output) <= self.rest["output"] else "output"
         finally:
             os.close(ended)
+
+    def read_clock(self, start: float) -> None:
+        self.wall = time.monotonic() - start
+        self.waited = min(measure_wait(self.pid), self.wall)
 
     def _move(self, fd: int) -> bool:
         """Whether a stream moved on."""
@@ -171,7 +176,8 @@ def run_case(case: dict[str, Any], control: int, rlimits: dict[str, int]) -> dic
         os.close(fd)
     watch = Watch(pid, (in_write, out_read, err_read), case["stdin"].encode(errors="replace"), case)
     ended = watch.follow(start, control)
-    wall, waited = time.monotonic() - start, measure_wait(pid)
+    if ended != "cut":  # what is cut reports the clock that cut it
+        watch.read_clock(start)
     if ended != "exit":
         os.kill(pid, signal.SIGKILL)
     _, status, usage = os.wait4(pid, 0)
@@ -188,9 +194,9 @@ def run_case(case: dict[str, Any], control: int, rlimits: dict[str, int]) -> dic
         "ended": ended,
         "output": watch.output[: case["output"]].decode(errors="replace"),
         "error": said or (f"ended with {code}" if ended in ("error", "memory") else ""),
-        "wall": wall,
+        "wall": watch.wall,
         "cpu": usage.ru_utime + usage.ru_stime,
-        "waited": min(waited, wall),
+        "waited": watch.waited,
     }
 
 
