@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
-from sglang_pat.policies.lending import STRIDE, Move
+from sglang_pat.policies.lending import STRIDE, Move, TrainingPace
 from sglang_pat.rollout.records import Group
 
 RANKS = 2
@@ -54,13 +54,13 @@ class Lending:
 
     Attributes:
         decide: the policy; measurements and tests put another one here.
-        pace: seconds that a token takes to be trained, by whether a rank is lent, as in the last step that did so.
+        pace: of training, in the steps so far.
     """
 
     def __init__(self, engine: Any, train: Callable[[Sequence[Group]], None], samples: int) -> None:
         self.engine, self.train, self.samples = engine, train, samples
         self.decide: Callable[..., dict[str, Any]] = engine.decide_lending
-        self.pace: dict[bool, float] = {}
+        self.pace = TrainingPace()
         self.threads = torch.get_num_threads()
 
     def begin(self) -> None:
@@ -71,8 +71,8 @@ class Lending:
         """Groups whose gradient is there; tokens of responses that have ended."""
         self.moves: list[float] = []
         """When a rank was lent, and taken back."""
-        self.spans: list[tuple[Span, int, bool]] = []
-        """When groups were trained, their tokens, and whether a rank was lent."""
+        self.spans: list[Span] = []
+        """When groups were trained."""
 
     @property
     def lent(self) -> bool:
@@ -91,20 +91,15 @@ class Lending:
         if self.lent:
             self.take_back()
         self.train_new()
-        for lent in (False, True):
-            spans = [(end - start, tokens) for (start, end), tokens, was_lent in self.spans if was_lent == lent]
-            if spans:
-                self.pace[lent] = sum(seconds for seconds, _ in spans) / sum(tokens for _, tokens in spans)
+        self.pace.end_step()
 
     def follow_policy(self) -> None:
-        if False not in self.pace or not self.asks:
+        if not (measured := self.pace.describe()) or not self.asks:
             return  # the first step is measured
-        measured = {"slowdown": max(1.0, self.pace[True] / self.pace[False])} if True in self.pace else {}
         complete = sum(len(group.list_kept()) for group in self.groups)
         said = self.decide(
             samples=max(self.samples, complete), complete=complete, ready=count_tokens(self.groups[self.trained :]),
-            pending=max(0, self.ended - count_tokens(self.groups)), seconds_per_token=self.pace[False],
-            returned=len(self.moves) == 2, **measured,
+            pending=max(0, self.ended - count_tokens(self.groups)), returned=len(self.moves) == 2, **measured,
         )  # fmt: skip
         if said["move"] == Move.LEND:
             self.engine.lend_ranks(STRIDE)
@@ -125,7 +120,8 @@ class Lending:
             start = time.monotonic()
             self.train(new)
             self.trained = len(self.groups)
-            self.spans.append(((start, time.monotonic()), count_tokens(new), self.lent))
+            self.spans.append((start, time.monotonic()))
+            self.pace.add(self.spans[-1][1] - start, count_tokens(new), self.lent)
 
     def make_timeline(self, ends: Sequence[float]) -> Timeline:
         """Of the step that has just ended; ``ends``: its start, the end of its round, …, its end (monotonic clock)."""
@@ -140,7 +136,7 @@ class Lending:
                 elif since >= 0:  # else it is of a test before the step
                     spans.append((since, at))
         lent = (self.moves[0] - start, self.moves[1] - start) if self.moves else None
-        training = [(began - start, ended - start) for (began, ended), *_ in self.spans]
+        training = [(began - start, ended - start) for began, ended in self.spans]
         # Whoever trains hears of the end of the round later than it is.
         last = max((at for spans in generating for _, at in spans), default=ends[1] - start)
         return Timeline(

@@ -18,7 +18,7 @@ from verl.utils import tensordict_utils
 from sglang_pat.integrations.verl import lending, streaming
 from sglang_pat.integrations.verl.fields import STEPS
 from sglang_pat.integrations.verl.streaming import AdaptiveStream, check_weights
-from sglang_pat.policies.lending import STRIDE
+from sglang_pat.policies.lending import STRIDE, Move, Training
 
 from . import jobs, verl_rewards, verl_stream_jobs
 from .jobs import SWITCHING
@@ -295,45 +295,93 @@ def test_lent_ranks_are_whole_replicas_of_the_trainer(ranks, size, engine):
     assert all(len({rank // engine for rank in replica}) == 1 for replica in replicas), "of one node"
 
 
-@pytest.mark.parametrize(("lent", "there"), [([1], [3, 5]), ([], [8])])
-def test_lent_ranks_train_until_the_batch_is_complete(monkeypatch, lent, there):
-    """Two engines of two ranks; ``[]``: the switch was aborted, and nothing is trained before the batch is complete."""
-    calls: list[Any] = []
+GROUPS = 8
+PROFILE = jobs.ROOT / "studies" / "profiles" / "8xH100-qwen2.5-32b-pat-costs.json"
 
-    def make_engine() -> SimpleNamespace:
-        return SimpleNamespace(
-            lend_ranks=SimpleNamespace(remote=lambda stride: calls.append(stride) or (lent if stride > 1 else []))
-        )
 
-    def wait(_: int, partition: str, least: int) -> tuple[set[int], dict[str, Any]]:
-        calls.append(f"{least} of {partition}")
-        return set(range(next(looks))), {}
+class LendingEngine:
+    """The actor of an engine of two ranks."""
 
-    looks, engines = iter(there), [make_engine(), make_engine()]
+    def __init__(self, calls: list[Any], lent: list[int], says: dict[int, Move]) -> None:
+        self.lend_ranks = SimpleNamespace(remote=lambda stride: calls.append(stride) or (lent if stride > 1 else []))
+        self.load = SimpleNamespace(remote=lambda: SimpleNamespace(kv_free=1000, tokens=200))
+        self.decide_lending = SimpleNamespace(remote=self.decide)
+        self.says, self.asked = says, list[Training]()
+
+    def decide(self, training: Training) -> Move:
+        self.asked.append(training)
+        return self.says.get(training.complete, Move.WAIT)
+
+
+def make_lending_trainer(monkeypatch, calls, engines, looks, policy) -> lending.AdaptiveStreamLent:
+    """Of eight groups of two responses; complete groups are as ``looks`` says, one after the other."""
+
+    def wait(_: int, partition: str, least: int) -> tuple[set[str], dict[str, Any]]:
+        assert (partition, least) == ("train", 0)
+        return {str(group) for group in range(trainer.trained, next(looks))}, {}
+
     monkeypatch.setattr(lending.ray, "get", lambda found: found)
     monkeypatch.setattr(streaming.PPOTrainer, "prepare_step", lambda self: calls.append("prompts") or {})
-    trainer: Any = object.__new__(lending.AdaptiveStreamLent)
-    trainer.config = SimpleNamespace(
-        actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(tensor_model_parallel_size=2))
-    )
-    trainer.timing_raw, trainer.global_steps, trainer.curr_step_profile = {}, 1, False
+    overrides = [
+        *GOOD, f"trainer.v1.trainer_mode={lending.MODE}", *LENT, f"{ROLLOUT}.n=2", "data.max_response_length=50",
+        f"+{OURS}.policy={policy}",
+    ]  # fmt: skip
+    if policy == "survival":
+        overrides.append(f"+{OURS}.profile={PROFILE}")
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        trainer: Any = lending.AdaptiveStreamLent(compose("ppo_trainer", overrides))
+    trainer.timing_raw, trainer.global_steps, trainer.curr_step_profile, trainer.trained = {}, 1, False, 0
     trainer._list_engines = lambda: engines
-    trainer._wait_for_scale_down = lambda found, share: {"training/stream/switched_at": 0.25 * (found == engines)}
-    trainer.replay_buffer = SimpleNamespace(wait_for_sampleable=wait)
+    tags = {
+        f"{group}_{i}_0": {"prompt_len": 10, "response_len": 5, "global_steps": 1} for group in range(8) for i in (0, 1)
+    }
+    trainer.replay_buffer = SimpleNamespace(
+        wait_for_sampleable=wait, partitions={"train": tags}, running_keys={"train": {"7"}},
+        _wait_for_next_poll=lambda partition, last: last,
+    )  # fmt: skip
     trainer.actor_rollout_wg = SimpleNamespace(world_size=4, empty_cache=lambda: calls.append("memory"))
     trainer.checkpoint_manager = SimpleNamespace(
         abort_replicas=lambda: calls.append("abort"), sleep_replicas=lambda: calls.append("sleep")
     )
+    return trainer
+
+
+@pytest.mark.parametrize(("lent", "chunks"), [([1], [2, 3, 3]), ([], [8])])
+def test_lent_ranks_train_until_the_batch_is_complete(monkeypatch, lent, chunks):
+    """Two engines, and no profile; ``[]``: the switch was aborted, and nothing is trained before all is complete."""
+    calls: list[Any] = []
+    engines = [LendingEngine(calls, lent, {}) for _ in range(2)]
+    trainer: Any = make_lending_trainer(monkeypatch, calls, engines, iter([1, 2, 5, 5, 8]), "threshold")
     trainer.prepare_step()
-    assert trainer._list_training_ranks() == [2 * number + rank for number in (0, 1) for rank in lent]
-    wanted = 8
-    for groups in there:
-        assert calls[-1] == 2 or calls[-1] == "1 of train", "they are lent still"
-        assert trainer._wait_for_groups(wanted) == (groups, {})
-        wanted -= groups
-    assert list(trainer._list_training_ranks()) == [0, 1, 2, 3]
-    waited = ["1 of train", "1 of train"] if lent else ["8 of train"]
-    assert calls == ["prompts", 2, 2, *waited, "memory", 1, 1, "abort", "sleep"]
+    for groups in chunks:
+        found, metrics = trainer._wait_for_groups(GROUPS - trainer.trained)
+        assert found == groups
+        trainer.trained += groups
+        if trainer.trained < GROUPS:
+            assert trainer._list_training_ranks() == [1, 3] and not metrics
+    assert list(trainer._list_training_ranks()) == [0, 1, 2, 3] and metrics == {streaming.SWITCHED_AT: 0.25}
+    assert calls == ["prompts", 2, 2, "memory", 1, 1, "abort", "sleep"]
+
+
+def test_with_a_profile_the_engine_says_when_ranks_are_lent_and_taken_back(monkeypatch):
+    calls: list[Any] = []
+    engine = LendingEngine(calls, [1], {6: Move.LEND, 10: Move.TAKE_BACK})
+    looks = iter([2, 8, 2, 2, 3, 4, 5, 5, 6, 8])
+    trainer: Any = make_lending_trainer(monkeypatch, calls, [engine], looks, "survival")
+    trainer.prepare_step()
+    assert trainer._wait_for_groups(GROUPS) == (GROUPS, {streaming.SWITCHED_AT: 1.0}) and not engine.asked
+    trainer._pace.add(4.0, 200, lent=False)  # of the first step, which is measured
+    del calls[:]
+    trainer.prepare_step()
+    assert trainer._wait_for_groups(GROUPS) == (3, {}) and calls == ["prompts", 2], "asked with 2 complete, once"
+    trainer.trained = 3
+    assert trainer._wait_for_groups(5) == (1, {})
+    trainer.trained = 4
+    assert trainer._wait_for_groups(4) == (4, {streaming.SWITCHED_AT: 3 / 8})
+    assert calls == ["prompts", 2, "memory", 1, "memory", 1, "abort", "sleep"], "taken back with 5 complete"
+    assert [training.complete for training in engine.asked] == [4, 6, 8, 10], "and then no more"
+    first = Training(samples=16, complete=4, ready=60, pending=30, seconds_per_token=0.02)
+    assert engine.asked[0] == first and engine.asked[3].ready == 30
 
 
 LENT = (

@@ -151,6 +151,31 @@ class Milestones:
         return self.passed != before
 
 
+class TrainingPace:
+    """What a token took to be trained: with all ranks and with those that are lent, in the last step that had such
+    training."""
+
+    def __init__(self) -> None:
+        self._last: dict[bool, float] = {}
+        self._step: dict[bool, tuple[float, int]] = {}
+
+    def add(self, seconds: float, tokens: int, lent: bool) -> None:
+        """Of a chunk; ``lent``: on lent ranks."""
+        before, trained = self._step.get(lent, (0.0, 0))
+        self._step[lent] = before + seconds, trained + tokens
+
+    def end_step(self) -> None:
+        self._last |= {lent: seconds / tokens for lent, (seconds, tokens) in self._step.items() if tokens}
+        self._step = {}
+
+    def describe(self) -> dict[str, float]:
+        """Fields of :class:`Training`; none before a first step was trained with all ranks."""
+        whole, lent = self._last.get(False), self._last.get(True)
+        if not whole:
+            return {}
+        return {"seconds_per_token": whole} | ({"slowdown": max(1.0, lent / whole)} if lent else {})
+
+
 def compute_peak_tokens(outlook: Outlook) -> float:
     """Most KV tokens that the running requests are expected to have together, at any later moment (section 4.4)."""
     return float((outlook.number * outlook.any_alive * outlook.context).max())

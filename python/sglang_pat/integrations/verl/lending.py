@@ -1,13 +1,15 @@
 """verl's trainer whose engines own its GPUs, and lend it ranks while the last responses are generated:
 ``trainer.v1.trainer_mode=sglang_pat_stream_lent``.
 
-All ranks generate at first.  At a milestone (:mod:`sglang_pat.rollout.scale_down`) each engine lends every second rank.
-Those of the trainer's replicas that have their GPUs train on the groups that are complete; the other ranks go on with
-all requests.  When the batch is complete the ranks go back, the engines sleep, and all replicas train on the rest.
+All ranks generate at first.  When it pays (:mod:`sglang_pat.policies.lending`), or, without a profile, at a milestone
+(:mod:`sglang_pat.rollout.scale_down`), each engine lends every second rank.  Those of the trainer's replicas that have
+their GPUs train on the groups that are complete.  The other ranks go on with all requests.  When the batch is complete,
+or earlier if that is faster, the ranks go back.  Then the engines sleep, and all replicas train on the rest.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +18,7 @@ import ray
 import torch
 from omegaconf import DictConfig
 from torch.distributed.device_mesh import DeviceMesh
+from transfer_queue import KVBatchMeta
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.utils.debug import marked_timer
@@ -25,9 +28,9 @@ from verl.workers.engine.fsdp import transformer_impl
 
 from sglang_pat.integrations.verl import stream_options
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
-from sglang_pat.integrations.verl.streaming import Stream, check, set_mode
+from sglang_pat.integrations.verl.streaming import SWITCHED_AT, Stream, check, set_mode
 from sglang_pat.integrations.verl.trainers import PREFIX, AdaptiveColocateAsync
-from sglang_pat.policies.lending import STRIDE
+from sglang_pat.policies.lending import STRIDE, Move, Training, TrainingPace
 
 MODE = f"{PREFIX}stream_lent"
 WHERE = f"trainer.v1.trainer_mode={MODE}"
@@ -77,36 +80,102 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
 
     def __init__(self, config: DictConfig) -> None:
         check(config, MODE)
-        stream_options.check_lent(config, WHERE)
+        self._asks_engines = stream_options.check_lent(config, WHERE).predicts
         super().__init__(set_mode(config, "colocate_async"))
+        self._pace = TrainingPace()
 
     def prepare_step(self) -> dict[str, Any]:
-        self._training = ()
-        return super().prepare_step() | self._lend_ranks()
-
-    def _lend_ranks(self) -> dict[str, Any]:
-        """Wait for the moment, and lend; if there is none, until the batch is complete."""
-        engines = self._list_engines()
-        with marked_timer("switch_wait", self.timing_raw, color="yellow"):
-            found = self._wait_for_scale_down(engines, 1 / STRIDE)
-        if found["training/stream/switched_at"] < 1:
-            with marked_timer("switch_to_trainer", self.timing_raw, color="cyan"):
-                lent = ray.get([engine.lend_ranks.remote(STRIDE) for engine in engines])
-            size = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
-            self._training = [number * size + rank for number, ranks in enumerate(lent) for rank in ranks]
+        self._training, self._asked_at, self._switched_at = (), 0, 1.0
+        self._lent: dict[int, list[int]] = {}
+        """Ranks that an engine has lent; none: it lends no more in this step."""
+        self._pace.end_step()
+        found = super().prepare_step()
+        self._moment = None if self._asks_engines else self._expect_scale_down(self._list_engines(), 1 / STRIDE)
         return found
 
     def _wait_for_groups(self, wanted: int) -> tuple[int, dict[str, Any]]:
-        groups, found = super()._wait_for_groups(wanted)
-        if groups == wanted:
-            self._end_generation()
-        return groups, found
+        """Also, ranks are lent and taken back.  Before any is, until all groups are complete."""
+        batch, last = self.config.data.train_batch_size, time.time()
+        metrics: dict[str, Any] = {}
+        while len(there := self._look_for_groups(metrics)) < wanted:
+            self._follow_policy(batch - wanted + len(there), there)
+            if there and self._training:
+                return len(there), metrics
+            last = self.replay_buffer._wait_for_next_poll("train", last)
+        self._end_generation()
+        return wanted, metrics | {SWITCHED_AT: self._switched_at}
 
-    def _end_generation(self) -> None:
+    def _follow_policy(self, complete: int, there: set[str]) -> None:
+        """Lend ranks, or take them back, if it is time.
+
+        Args:
+            complete: groups of the batch.
+            there: those of them that were not trained on.
+        """
+        engines, moves = self._list_engines(), self._ask_policy(complete, there)
+        lend, back, never = (
+            [engine for engine, move in moves.items() if move == wanted]
+            for wanted in (Move.LEND, Move.TAKE_BACK, Move.NEVER)
+        )
+        self._lent |= {engine: [] for engine in never}
+        if lend:
+            with marked_timer("switch_to_trainer", self.timing_raw, color="cyan"):
+                ranks = ray.get([engines[engine].lend_ranks.remote(STRIDE) for engine in lend])
+            self._lent |= dict(zip(lend, ranks, strict=True))
+            self._switched_at = min(self._switched_at, complete / self.config.data.train_batch_size)
+        if back:
+            self._take_back(back)
+        size = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        self._training = [engine * size + rank for engine, ranks in sorted(self._lent.items()) for rank in ranks]
+
+    def _ask_policy(self, complete: int, there: set[str]) -> dict[int, Move]:
+        """What each engine is to do now; arguments as of :meth:`_follow_policy`."""
+        engines, is_new = self._list_engines(), complete != self._asked_at
+        self._asked_at = complete
+        waiting = [engine for engine in range(len(engines)) if engine not in self._lent and is_new]
+        if self._moment:
+            due = waiting and self._moment.is_due(complete, self._project_peak())
+            return dict.fromkeys(waiting, Move.LEND) if due else {}
+        asked = waiting + [engine for engine, ranks in self._lent.items() if ranks]
+        if not (measured := self._pace.describe()) or not asked:
+            return {}  # the first step is measured
+        training = self._describe_training(complete, there, len(engines), **measured)
+        said = ray.get([engines[engine].decide_lending.remote(training) for engine in asked])
+        return dict(zip(asked, said, strict=True))
+
+    def _describe_training(
+        self, complete: int, there: set[str], engines: int, *, seconds_per_token: float, slowdown: float = STRIDE
+    ) -> Training:
+        """An engine's part: it lends for as much of the batch as the others."""
+        n, buffer = self.config.actor_rollout_ref.rollout.n, self.replay_buffer
+
+        def count_tokens(groups: set[str]) -> int:
+            tags = (tag for key, tag in buffer.partitions["train"].items() if key.partition("_")[0] in groups)
+            return sum(tag["prompt_len"] + tag["response_len"] for tag in tags if "response_len" in tag)
+
+        return Training(
+            samples=self.config.data.train_batch_size * n // engines, complete=complete * n // engines,
+            ready=count_tokens(there) // engines, pending=count_tokens(buffer.running_keys["train"]) // engines,
+            seconds_per_token=seconds_per_token * engines, slowdown=slowdown,
+        )  # fmt: skip
+
+    def _step_once(self, metrics: dict[str, Any], timing_raw: dict[str, float], groups: int) -> KVBatchMeta:
+        start = time.perf_counter()
+        chunk = super()._step_once(metrics, timing_raw, groups)
+        tokens = sum(tag["prompt_len"] + tag["response_len"] for tag in chunk.tags if not tag.get("is_padding"))
+        self._pace.add(time.perf_counter() - start, tokens, lent=len(self._training) < self._count_trainer_ranks())
+        return chunk
+
+    def _take_back(self, engines: Sequence[int]) -> None:
         with marked_timer("take_back_ranks", self.timing_raw, color="cyan"):
             self.actor_rollout_wg.empty_cache()
-            ray.get([engine.lend_ranks.remote(1) for engine in self._list_engines()])
-            AdaptiveColocateAsync.on_sample_end(self)  # verl's: the engines sleep
+            actors = self._list_engines()
+            ray.get([actors[engine].lend_ranks.remote(1) for engine in engines])
+        self._lent |= {engine: [] for engine in engines}
+
+    def _end_generation(self) -> None:
+        self._take_back(range(len(self._list_engines())))
+        AdaptiveColocateAsync.on_sample_end(self)  # verl's: the engines sleep
         self._training = range(self._count_trainer_ranks())
 
     def _list_training_ranks(self) -> Sequence[int]:

@@ -24,6 +24,7 @@ from sglang_pat.integrations.verl.fields import DEGREES, STEPS, STOPS
 from sglang_pat.judge.attach import attach as stream_layers
 from sglang_pat.launch.attach import attach
 from sglang_pat.messages import BeginRound, EndRound
+from sglang_pat.policies.lending import Move, Training
 
 SWITCH_SECONDS = 0.05
 """Until an engine that switches is asked again."""
@@ -112,6 +113,14 @@ class AdaptiveServer(SGLangHttpServer):
                 if error.code != 409:  # a switch is under way
                     raise
                 await asyncio.sleep(SWITCH_SECONDS)
+
+    async def decide_lending(self, training: Training) -> Move:
+        """As ``Engine.decide_lending``."""
+        said = await self.tokenizer_manager.pat_decide_lending(training)
+        if (move := Move(said["move"])) != Move.WAIT:
+            about = move, f"{training.completion:.0%}", said["why"], said["gain"]
+            job_log.info("lending ranks: %s, with %s of the batch complete: %s (gain %.2f s)", *about)
+        return move
 
     async def load(self) -> EngineReport:
         """What a balancer of requests wants to know."""

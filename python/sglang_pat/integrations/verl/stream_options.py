@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
 from sglang_pat import job_settings
+from sglang_pat.config import AdaptiveConfig
 from sglang_pat.integrations.verl import options
 from sglang_pat.layout import list_strides
 from sglang_pat.policies.lending import STRIDE
@@ -80,9 +81,9 @@ def check(config: DictConfig, where: str) -> None:
         raise _refuse(name, precision, "bf16 or fp32", where, "a sum over a batch is too large for half precision")
 
 
-def check_lent(config: DictConfig, where: str) -> None:
+def check_lent(config: DictConfig, where: str) -> AdaptiveConfig:
     """Refuse what needs all of the trainer's ranks, or an engine that cannot lend half of its own, while some of them
-    generate and the others train; arguments and errors as of :func:`check`."""
+    generate and the others train; arguments and errors as of :func:`check`.  Returns the engines' settings."""
     _check_fixed(config, _FIXED_WHILE_LENT, where)
     models = OmegaConf.select(config, "reward.reward_model")
     if models.enable and not models.enable_resource_pool:
@@ -107,6 +108,7 @@ def check_lent(config: DictConfig, where: str) -> None:
         degrees = [layout.tp for layout in adaptive.layouts]
         why = "half of an engine's ranks are lent"
         raise _refuse(f"{given}.candidates", degrees, f"degrees with {half} and {ranks} among them", where, why)
+    return adaptive
 
 
 def _check_fixed(config: DictConfig, fixed: dict[str, tuple[tuple[Any, ...], str]], where: str) -> None:

@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 MODE = f"{PREFIX}stream"
 WHERE = f"trainer.v1.trainer_mode={MODE}"
+SWITCHED_AT = "training/stream/switched_at"
+"""Metric: the share of the groups that was complete when GPUs left the round."""
 
 
 def check(config: DictConfig, mode: str) -> None:
@@ -123,27 +125,30 @@ class Stream(AdaptiveTrainer):
         self._announce_round(BeginRound(**about) if filters else BeginRound.of_size(prompts, rollout.n, **about))
         super()._add_batch_to_generate()
 
-    def _wait_for_scale_down(self, engines: Sequence[ActorHandle], share: float = 1.0) -> dict[str, Any]:
-        """Until GPUs may leave the round.
+    def _expect_scale_down(self, engines: Sequence[ActorHandle], share: float = 1.0) -> ScaleDown:
+        """The moment at which GPUs may leave the round.
 
         Args:
             engines: those that go on, with this ``share`` of their ranks.
         """
-        buffer, rollout = self.replay_buffer, self.config.actor_rollout_ref.rollout
-        groups, last = self.config.data.train_batch_size, time.time()
         reports = ray.get([handle.load.remote() for handle in engines])
-        decision = ScaleDown(groups=groups, room=share * sum(report.kv_free + report.tokens for report in reports))
-        metrics: dict[str, Any] = {}
-        while True:
-            there, found = buffer.wait_for_sampleable(self.global_steps, "train", 0)  # does not wait for any
-            _accumulate_eviction_metrics(metrics, found, 0)
-            tags = buffer.partitions["train"].values()  # also some of a checkpoint from which the job went on
-            ended = [tag for tag in tags if "response_len" in tag and tag["global_steps"] == self.global_steps]
-            prompt = sum(tag["prompt_len"] for tag in ended) / max(len(ended), 1)
-            peak = project_peak(self._lengths, len(ended), groups * rollout.n, prompt, rollout.response_length)
-            if decision.is_due(len(there), peak):
-                return metrics | {"training/stream/switched_at": min(len(there) / groups, 1.0)}
-            last = buffer._wait_for_next_poll("train", last)
+        room = share * sum(report.kv_free + report.tokens for report in reports)
+        return ScaleDown(groups=self.config.data.train_batch_size, room=room)
+
+    def _project_peak(self) -> float:
+        """KV tokens of the rest of the round, as the buffer saw it last."""
+        rollout, groups = self.config.actor_rollout_ref.rollout, self.config.data.train_batch_size
+        tags = self.replay_buffer.partitions["train"].values()  # also some of a checkpoint from which the job went on
+        ended = [tag for tag in tags if "response_len" in tag and tag["global_steps"] == self.global_steps]
+        prompt = sum(tag["prompt_len"] for tag in ended) / max(len(ended), 1)
+        return project_peak(self._lengths, len(ended), groups * rollout.n, prompt, rollout.response_length)
+
+    def _look_for_groups(self, metrics: dict[str, Any]) -> set[str]:
+        """Those that are complete now and were not trained on; waits for none.  ``metrics`` get verl's figures of those
+        that were replaced."""
+        there, found = self.replay_buffer.wait_for_sampleable(self.global_steps, "train", 0)
+        _accumulate_eviction_metrics(metrics, found, 0)
+        return there
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
         """One update of the weights, of a batch that is trained in chunks of complete groups."""
@@ -180,10 +185,9 @@ class Stream(AdaptiveTrainer):
         )  # fmt: skip
 
     def _wait_for_groups(self, wanted: int) -> tuple[int, dict[str, Any]]:
-        """Until at least one group is complete, or all are if no rank could train; how many are, at most as many as are
-        ``wanted``, and verl's figures of those that were replaced meanwhile."""
-        least = 1 if self._list_training_ranks() else wanted
-        there, found = self.replay_buffer.wait_for_sampleable(self.global_steps, "train", least)
+        """Until at least one group is complete; how many are, at most as many as are ``wanted``, and verl's figures of
+        those that were replaced meanwhile."""
+        there, found = self.replay_buffer.wait_for_sampleable(self.global_steps, "train", 1)
         return min(len(there), wanted), found
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], **named: Any) -> KVBatchMeta:
@@ -289,11 +293,14 @@ class AdaptiveStream(Stream, AdaptiveSeparateAsync, _OneVersion):
         """Until the trainer's GPUs are its own."""
         if self.current_mode != HybridEngineMode.ROLLOUT:
             return {}
+        found, last = {}, time.time()
         with marked_timer("switch_wait", self.timing_raw, color="yellow"):
-            found = self._wait_for_scale_down(self.standalone_server_manager.server_handles)
+            moment = self._expect_scale_down(self.standalone_server_manager.server_handles)
+            while not moment.is_due(groups := len(self._look_for_groups(found)), self._project_peak()):
+                last = self.replay_buffer._wait_for_next_poll("train", last)
         with marked_timer("switch_to_trainer", self.timing_raw, color="cyan"):
             self.switch_to_trainer()
-        return found
+        return found | {SWITCHED_AT: min(groups / moment.groups, 1.0)}
 
 
 def _count_sequences(batch: KVBatchMeta) -> int:
