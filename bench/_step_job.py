@@ -11,15 +11,19 @@ from typing import Any
 import transfer_queue as tq
 from _programs import MAXIMUM, make_response
 from _stream_job import DrawnLengths, FetchWhole
+from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.trainer_base import register_trainer
 
+from sglang_pat.integrations.verl.lending import AdaptiveStreamLent
 from sglang_pat.integrations.verl.rewards import PooledRewardManager
-from sglang_pat.integrations.verl.streaming import AdaptiveStream
+from sglang_pat.integrations.verl.streaming import AdaptiveStream, Stream
 from sglang_pat.integrations.verl.tail_batching import POLL_SECONDS, TailBatchingBuffer
 from sglang_pat.integrations.verl.trainers import AdaptiveSync
 from sglang_pat.messages import LIMIT_PARAM
+from sglang_pat.policies.lending import Move
 from sglang_pat.rewards.programs import score_response
 from sglang_pat.rewards.runs import Sandbox
 from sglang_pat.rewards.sandbox import make_sandbox
@@ -112,10 +116,30 @@ def _score_programs(compute: Callable[..., Any]) -> Callable[..., Any]:
     return compute_program
 
 
+# -- lent ranks -----------------------------------------------------------------------------------------------
+
+
+@register_trainer("lent_never")
+class LentNever(AdaptiveStreamLent):
+    """Trains when the batch is there."""
+
+    def _ask_policy(self, complete: int, there: set[str]) -> dict[int, Move]:
+        return {}
+
+
+@register_trainer("lent_at_milestone")
+class LentAtMilestone(AdaptiveStreamLent):
+    """By the paper's rule, also with a profile."""
+
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        self._asks_engines = False
+
+
 for _owner in (ReplayBuffer, TailBatchingBuffer):
     _owner.sample = _note_waits(_owner.sample)
-for _owner in (AdaptiveStream, FetchWhole):
+for _owner in (AdaptiveStream, FetchWhole, AdaptiveStreamLent):
     _owner._wait_for_groups = _note_waits(_owner._wait_for_groups)
-for _owner in (AdaptiveSync, AdaptiveStream):
+for _owner in (AdaptiveSync, Stream):
     _owner.step = _measure(_owner.step)
 PooledRewardManager._compute = _score_programs(PooledRewardManager._compute)

@@ -1,6 +1,6 @@
 """A step of verl by stage, with one technique after the other (RollPacker's Table 2), on this machine.
 
-    .venv-integration/bin/python bench/rl_step.py [--quick] [--repeats N] [--steps N] [--json FILE] [--png FILE]
+    .venv-integration/bin/python bench/rl_step.py [--quick] [--repeats N] [--steps N] [--ways W …] [--png FILE]
 
 Two ranks of a trainer and two of an engine share two cores.  Lengths of responses and programs in their place are drawn
 once, with a long tail and some that never end.  Jobs take turns.  The first step of a job does not count: everything is
@@ -14,11 +14,17 @@ Rows are cumulative up to ``adaptive TP``:
 - ``rewards``: our reward manager, whose limits are learnt;
 - ``adaptive TP``: the layout changes in the round, and a round starts where it is best (``survival``).
 
-Tail batching is of the sync trainer, where trainer and engine share their ranks.  Streaming is of another one, where
-each has its own.  So the last two rows have all but tail batching:
+Tail batching is of the sync trainer, where trainer and engine share their ranks.  Streaming is of others.  So the rows
+that stream, and what they are compared with, have all but tail batching.  Where each has ranks of its own:
 
 - ``apart``: trains when the batch is there;
 - ``stream``: trains on groups while others are generated.
+
+Where they share them, as ``plain`` does:
+
+- ``together``: trains when the batch is there;
+- ``lent at a milestone``: a rank is lent by the paper's rule;
+- ``lent``: when the engine says so.
 """
 
 from __future__ import annotations
@@ -58,6 +64,8 @@ STAGES = {
 """Columns, and what verl calls them: means of a step."""
 FIXED = "{base_tp:1,policy:off}"
 ETA = 1.25
+LENT = ("together", "lent at a milestone", "lent")
+"""Rows that are not drawn."""
 
 
 def list_ways(profile: Path) -> dict[str, tuple[str, ...]]:
@@ -76,6 +84,7 @@ def list_ways(profile: Path) -> dict[str, tuple[str, ...]]:
         f"+reward.sglang_pat={{processes:6,time_limits:{{minimum:{MINIMUM},maximum:{MAXIMUM}}}}}",
     )  # fmt: skip
     apart = (*limits, *APART, "ray_kwargs.ray_init.num_gpus=4")
+    lent = (*adaptive, *limits, "actor_rollout_ref.actor.fsdp_config.fsdp_size=1")
     return {
         "plain": (*fixed, "trainer.v1.trainer_mode=sglang_pat_sync", *one_limit),
         "tail batching": (*fixed, *tail, *one_limit),
@@ -83,6 +92,9 @@ def list_ways(profile: Path) -> dict[str, tuple[str, ...]]:
         "adaptive TP": (*adaptive, *tail, *limits),
         "apart": (*adaptive, "trainer.v1.trainer_mode=fetch_whole", *apart),
         "stream": (*adaptive, "trainer.v1.trainer_mode=sglang_pat_stream", *apart),
+        "together": (*lent, "trainer.v1.trainer_mode=lent_never"),
+        "lent at a milestone": (*lent, "trainer.v1.trainer_mode=lent_at_milestone"),
+        "lent": (*lent, "trainer.v1.trainer_mode=sglang_pat_stream_lent"),
     }
 
 
@@ -131,6 +143,7 @@ def draw(rows: Sequence[Mapping[str, str]], source: str, path: Path) -> Path:
     numbers = {
         row["with"]: {head: float(cell.partition(" ")[0]) for head, cell in row.items() if head != "with"}
         for row in rows
+        if row["with"] not in LENT
     }
     sync, (apart, stream) = list(numbers)[:-2], list(numbers)[-2:]
     numbers[stream]["times as fast"] = numbers[stream]["as the row above"]
@@ -157,6 +170,7 @@ def show(found: dict[str, list[Steps]]) -> None:
 def main() -> int:
     parser = _bench.options(__doc__ or "", "a job of each way, one small step that counts")
     _verl_jobs.add_options(parser, repeats=2, steps=6, batch=16, samples=4, response=1024)
+    parser.add_argument("--ways", nargs="+", metavar="W", help="these only; the first is what others are compared with")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the stages here")
     args = parser.parse_args()
     _verl_jobs.need_verl()
@@ -170,6 +184,8 @@ def main() -> int:
     settings = {name: value for name, value in vars(args).items() if name not in ("json", "png")}
     about = _bench.about(**settings)
     ways = list_ways(profile)
+    if args.ways:
+        ways = {way: ways[way] for way in args.ways}
     found: dict[str, list[Steps]] = {way: [] for way in ways}
     loads: dict[str, list[float]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as folder:
@@ -185,7 +201,9 @@ def main() -> int:
     show(found)
     if args.png:
         draw([dict(zip(HEADS, line, strict=True)) for line in list_rows(found)], "", args.png)
-    _bench.write(args.json, about=about, loads=loads, steps=found, faster=compare(found, dict.fromkeys(ways, "plain")))
+    _bench.write(
+        args.json, about=about, loads=loads, steps=found, faster=compare(found, dict.fromkeys(ways, next(iter(ways))))
+    )
     return 0
 
 

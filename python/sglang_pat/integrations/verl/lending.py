@@ -28,7 +28,7 @@ from verl.workers.engine.fsdp import transformer_impl
 
 from sglang_pat.integrations.verl import stream_options
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
-from sglang_pat.integrations.verl.streaming import SWITCHED_AT, Stream, check, set_mode
+from sglang_pat.integrations.verl.streaming import SWITCHED_AT, Stream, check, count_least, set_mode
 from sglang_pat.integrations.verl.trainers import PREFIX, AdaptiveColocateAsync
 from sglang_pat.policies.lending import STRIDE, Move, Training, TrainingPace
 
@@ -99,7 +99,7 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
         metrics: dict[str, Any] = {}
         while len(there := self._look_for_groups(metrics)) < wanted:
             self._follow_policy(batch - wanted + len(there), there)
-            if there and self._training:
+            if self._training and len(there) >= count_least(wanted):
                 return len(there), metrics
             last = self.replay_buffer._wait_for_next_poll("train", last)
         self._end_generation()

@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 MODE = f"{PREFIX}stream"
 WHERE = f"trainer.v1.trainer_mode={MODE}"
+CHUNK = 0.2
+"""Of the groups that are left, so many make a chunk at least."""
 SWITCHED_AT = "training/stream/switched_at"
 """Metric: the share of the groups that was complete when GPUs left the round."""
 
@@ -185,9 +187,9 @@ class Stream(AdaptiveTrainer):
         )  # fmt: skip
 
     def _wait_for_groups(self, wanted: int) -> tuple[int, dict[str, Any]]:
-        """Until at least one group is complete; how many are, at most as many as are ``wanted``, and verl's figures of
-        those that were replaced meanwhile."""
-        there, found = self.replay_buffer.wait_for_sampleable(self.global_steps, "train", 1)
+        """Until a chunk is complete; its groups, at most as many as are ``wanted``, and verl's figures of those that
+        were replaced meanwhile."""
+        there, found = self.replay_buffer.wait_for_sampleable(self.global_steps, "train", count_least(wanted))
         return min(len(there), wanted), found
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], **named: Any) -> KVBatchMeta:
@@ -301,6 +303,12 @@ class AdaptiveStream(Stream, AdaptiveSeparateAsync, _OneVersion):
         with marked_timer("switch_to_trainer", self.timing_raw, color="cyan"):
             self.switch_to_trainer()
         return found | {SWITCHED_AT: min(groups / moment.groups, 1.0)}
+
+
+def count_least(wanted: int) -> int:
+    """Groups of a chunk at least, of so many that are left: each chunk costs something, and the last ones are to be
+    small, because nothing hides them."""
+    return max(1, int(CHUNK * wanted))
 
 
 def _count_sequences(batch: KVBatchMeta) -> int:
