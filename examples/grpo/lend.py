@@ -71,8 +71,8 @@ class Lending:
         """Groups whose gradient is there; tokens of responses that have ended."""
         self.moves: list[float] = []
         """When a rank was lent, and taken back."""
-        self.spans: list[Span] = []
-        """When groups were trained."""
+        self.spans: list[tuple[Span, int]] = []
+        """When groups were trained, and their tokens."""
 
     @property
     def lent(self) -> bool:
@@ -120,8 +120,9 @@ class Lending:
             start = time.monotonic()
             self.train(new)
             self.trained = len(self.groups)
-            self.spans.append((start, time.monotonic()))
-            self.pace.add(self.spans[-1][1] - start, count_tokens(new), self.lent)
+            end, tokens = time.monotonic(), count_tokens(new)
+            self.spans.append(((start, end), tokens))
+            self.pace.add(end - start, tokens, self.lent)
 
     def make_timeline(self, ends: Sequence[float]) -> Timeline:
         """Of the step that has just ended; ``ends``: its start, the end of its round, …, its end (monotonic clock)."""
@@ -136,7 +137,7 @@ class Lending:
                 elif since >= 0:  # else it is of a test before the step
                     spans.append((since, at))
         lent = (self.moves[0] - start, self.moves[1] - start) if self.moves else None
-        training = [(began - start, ended - start) for began, ended in self.spans]
+        training = [(began - start, ended - start) for (began, ended), _ in self.spans]
         # Whoever trains hears of the end of the round later than it is.
         last = max((at for spans in generating for _, at in spans), default=ends[1] - start)
         return Timeline(

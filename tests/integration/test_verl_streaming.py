@@ -363,6 +363,14 @@ def test_lent_ranks_train_until_the_batch_is_complete(monkeypatch, lent, chunks)
     assert calls == ["prompts", 2, 2, "memory", 1, 1, "abort", "sleep"]
 
 
+def test_a_chunk_has_a_fifth_of_what_is_left():
+    left, chunks = 32, list[int]()
+    while left:
+        chunks.append(streaming.count_least(left))
+        left -= chunks[-1]
+    assert chunks == [6, 5, 4, 3, 2, 2, 2, *[1] * 8]
+
+
 def test_with_a_profile_the_engine_says_when_ranks_are_lent_and_taken_back(monkeypatch):
     calls: list[Any] = []
     engine = LendingEngine(calls, [1], {6: Move.LEND, 10: Move.TAKE_BACK})

@@ -196,7 +196,7 @@ def test_groups_that_are_trained_on_a_lent_rank_make_the_same_update(script, len
     assert mine.engine.lent == lent and other.engine.lent == []
     counted = []
     groups = mine.lending.groups
-    for _, tokens, _ in mine.lending.spans:
+    for _, tokens in mine.lending.spans:
         counted.append(next(n for n in range(len(groups) + 1) if count_tokens(groups[:n]) == tokens))
         groups = groups[counted[-1] :]
     assert counted == parts and not groups

@@ -16,6 +16,7 @@ from sglang_pat.policies.lending import (
     ROOM,
     Move,
     Training,
+    TrainingPace,
     _count_hidden_seconds,
     compute_peak_tokens,
     count_milestones,
@@ -53,6 +54,7 @@ def lend_half(seen: Snapshot) -> Snapshot:
 
 trainings = st.builds(
     Training,
+    TrainingPace,
     samples=st.just(100),
     complete=st.integers(0, 100),
     ready=st.integers(0, 10**6),
@@ -101,6 +103,21 @@ def test_the_more_there_is_to_train_the_more_is_gained(found, seen, training, mo
 
 def test_milestones():
     assert [count_milestones(share) for share in (0, 0.19, 0.2, 0.24, 0.25, 0.3, 0.5)] == [0, 0, 1, 1, 2, 3, 7]
+
+
+def test_the_pace_of_training_is_that_of_the_last_step_that_had_such_chunks():
+    pace = TrainingPace()
+    pace.add(1.0, 100, lent=False)
+    assert not pace.describe(), "the step goes on"
+    pace.end_step()
+    assert pace.describe() == {"seconds_per_token": 0.01}
+    for seconds, tokens, lent in ((1.0, 50, False), (2.0, 250, False), (9.0, 300, True)):
+        pace.add(seconds, tokens, lent)
+    pace.end_step()
+    assert pace.describe() == {"seconds_per_token": 0.01, "slowdown": pytest.approx(3.0)}
+    pace.add(2.0, 100, lent=False)
+    pace.end_step()
+    assert pace.describe() == {"seconds_per_token": 0.02, "slowdown": 1.5}, "that of lent ranks is older"
 
 
 def learn(length: int) -> LengthHistory:
