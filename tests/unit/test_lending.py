@@ -54,7 +54,6 @@ def lend_half(seen: Snapshot) -> Snapshot:
 
 trainings = st.builds(
     Training,
-    TrainingPace,
     samples=st.just(100),
     complete=st.integers(0, 100),
     ready=st.integers(0, 10**6),
