@@ -162,16 +162,16 @@ def test_metrics(watched):
 
 
 def test_the_round_after_one_with_retractions_starts_in_twice_the_degree(servers, llama):
-    """8 requests of 132 tokens find no room in 700."""
+    """16 requests of 132 tokens find no room in 700: a third of them can end together."""
     flags = "--tp 1 --dp 2 --adaptive-tp --pat-policy threshold --pat-switch-at 1 --schedule-conservativeness 0.05"
     server = servers.get(llama, *flags.split(), max_total_tokens=700, env=FORGETS_RETRACTIONS)
 
     def one_round(tokens: int) -> tuple[int, list[int]]:
-        """16 requests, announced: how many were retracted, and merges before a first request so far."""
+        """32 requests, announced: how many were retracted, and merges before a first request so far."""
         before = server.status()["retracted"]
-        server.post("/pat/round", {"requests": 16, "prompt_tokens": 12, "max_new_tokens": tokens}).raise_for_status()
+        server.post("/pat/round", {"requests": 32, "prompt_tokens": 12, "max_new_tokens": tokens}).raise_for_status()
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        prompts = [[6 + (97 * number + 31 * place) % 490 for place in range(12)] for number in range(16)]
+        prompts = [[6 + (97 * number + 31 * place) % 490 for place in range(12)] for number in range(32)]
         # In one request: those that come while others run take turns, and need less room.
         server.post("/generate", {"input_ids": prompts, "sampling_params": sampling}).raise_for_status()
         requests.delete(f"{server.url}/pat/round").raise_for_status()
