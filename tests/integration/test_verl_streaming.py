@@ -96,8 +96,9 @@ def test_three_steps_are_those_of_verls_own_update(verl_job, own_modules, flat, 
     if case == "lent":  # one switch to lend, one to take back, and others of the policy's
         assert min(streamed.series("rollout/switches")) >= 2
     own = verl_job(*SWITCHING, *common, "trainer.v1.trainer_mode=replayed_sync")
-    for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean"):
-        assert streamed.series(name) == pytest.approx(own.series(name), rel=1e-4, abs=1e-6), name
+    # Advantages are about 1 and add up to 0, so that a loss is what rounding leaves of them.
+    for name, rounding in {"actor/pg_loss": 1e-5, "actor/grad_norm": 1e-6, "critic/score/mean": 1e-6}.items():
+        assert streamed.series(name) == pytest.approx(own.series(name), rel=1e-4, abs=rounding), name
     compare_weights(flat, streamed, own)
 
 
