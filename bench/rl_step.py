@@ -170,9 +170,15 @@ def show(found: dict[str, list[Steps]]) -> None:
 def main() -> int:
     parser = _bench.options(__doc__ or "", "a job of each way, one small step that counts")
     _verl_jobs.add_options(parser, repeats=2, steps=6, batch=16, samples=4, response=1024)
-    parser.add_argument("--ways", nargs="+", metavar="W", help="these only; the first is what others are compared with")
+    every = list(list_ways(Path()))
+    parser.add_argument(
+        "--ways", nargs="+", choices=every, default=every, metavar="W",
+        help=f"these only; the first is what others are compared with: {', '.join(every)}",
+    )  # fmt: skip
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the stages here")
     args = parser.parse_args()
+    if args.png and not set(every) - set(LENT) <= set(args.ways):
+        parser.error(f"--png draws all ways but {', '.join(LENT)}: leave --ways out, or give them all")
     _verl_jobs.need_verl()
     if args.quick:
         args.repeats, args.steps, args.batch, args.response = 1, 2, 8, 256
@@ -183,9 +189,8 @@ def main() -> int:
     )
     settings = {name: value for name, value in vars(args).items() if name not in ("json", "png")}
     about = _bench.about(**settings)
-    ways = list_ways(profile)
-    if args.ways:
-        ways = {way: ways[way] for way in args.ways}
+    arguments = list_ways(profile)
+    ways = {way: arguments[way] for way in args.ways}
     found: dict[str, list[Steps]] = {way: [] for way in ways}
     loads: dict[str, list[float]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,7 @@ or earlier if that is faster, the ranks go back.  Then the engines sleep, and al
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -151,7 +151,7 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
 
         def count_tokens(groups: set[str]) -> int:
             tags = (tag for key, tag in buffer.partitions["train"].items() if key.partition("_")[0] in groups)
-            return sum(tag["prompt_len"] + tag["response_len"] for tag in tags if "response_len" in tag)
+            return _sum_tokens(tag for tag in tags if "response_len" in tag)
 
         return Training(
             samples=self.config.data.train_batch_size * n // engines, complete=complete * n // engines,
@@ -162,7 +162,7 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
     def _step_once(self, metrics: dict[str, Any], timing_raw: dict[str, float], groups: int) -> KVBatchMeta:
         start = time.perf_counter()
         chunk = super()._step_once(metrics, timing_raw, groups)
-        tokens = sum(tag["prompt_len"] + tag["response_len"] for tag in chunk.tags if not tag.get("is_padding"))
+        tokens = _sum_tokens(tag for tag in chunk.tags if not tag.get("is_padding"))
         self._pace.add(time.perf_counter() - start, tokens, lent=len(self._training) < self._count_trainer_ranks())
         return chunk
 
@@ -180,3 +180,8 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
 
     def _list_training_ranks(self) -> Sequence[int]:
         return self._training
+
+
+def _sum_tokens(tags: Iterable[Mapping[str, Any]]) -> int:
+    """Of prompts and responses, by verl's tags."""
+    return sum(tag["prompt_len"] + tag["response_len"] for tag in tags)
