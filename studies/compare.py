@@ -73,15 +73,12 @@ class Machine:
         return Drain(self.predictor, self.costs, self.profile.fingerprint, batch, spacing)
 
     def make_policy(self, name: str):
-        """The policy called ``name``, ``threshold`` with its number after a colon."""
+        """The policy called ``name``, ``threshold`` with its number after a colon.
+
+        It knows of no bound on the requests of a replica, since none waits here, however many there are.
+        """
         kind, _, number = name.partition(":")
-        return make_policy(
-            kind,
-            switch_at=int(number or 8),
-            predictor=self.predictor,
-            costs=self.costs,
-            max_running=self.profile.fingerprint.max_running,
-        )
+        return make_policy(kind, switch_at=int(number or 8), predictor=self.predictor, costs=self.costs)
 
 
 def check_policy(name: str, degrees: tuple[int, ...]) -> None:
