@@ -38,8 +38,9 @@ from sglang_pat.launch.refusals import (
     refuse_routed_experts,
 )
 from sglang_pat.layout import ParallelLayout, choose_default_degrees, list_candidate_layouts
+from sglang_pat.memory.advice import format_advice
 from sglang_pat.memory.machine import Supply, measure_cpu_memory
-from sglang_pat.memory.plan import Demand, MemoryPlan, format_advice, make_plan
+from sglang_pat.memory.plan import Demand, MemoryPlan, make_plan
 from sglang_pat.memory.shapes import ModelShape
 from sglang_pat.policies import registry
 from sglang_pat.predict import profile as profiles
@@ -269,7 +270,7 @@ def prepare_start(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
     if spec.memory is not None:
         for line in spec.memory.format_table().splitlines():
             logger.info(line)
-        if line := format_advice(spec.memory):
+        if line := format_advice(spec.memory, spec.profile):
             logger.warning(line)
         args = set_pool_size(args, spec.memory)
     return make_outer_view(args, spec)
