@@ -38,7 +38,7 @@ def is_installed() -> bool:
 
 
 def ensure(children: bool = False) -> None:
-    """:func:`install` where it is :func:`needed`; ``children``: in what this process starts, too."""
+    """:func:`install` where it :func:`is_needed`; ``children``: in what this process starts, too."""
     if is_needed():
         install()
         if children:
