@@ -302,6 +302,11 @@ def fit_a40_llama() -> Roofline:
 @cache
 def make_h100(model: ModelSize) -> Roofline:
     """The A40's shares of peak at the H100's peaks; the fixed time of a layer from PAT's 24K generation."""
+    return fit_h100(model, make_deepscaler_lengths(H100_GENERATION[1]))
+
+
+def fit_h100(model: ModelSize, lengths: np.ndarray) -> Roofline:
+    """The same, if PAT's generation had these lengths."""
     a40, (tp, cap, seconds) = fit_a40_llama(), H100_GENERATION
 
     def roofline(size: ModelSize, layer_seconds: float) -> Roofline:
@@ -315,7 +320,7 @@ def make_h100(model: ModelSize) -> Roofline:
             layer_seconds=layer_seconds,
         )
 
-    free = roofline(LLAMA, 0.0).generation_seconds(tp, make_deepscaler_lengths(cap), RANKS // tp)
+    free = roofline(LLAMA, 0.0).generation_seconds(tp, lengths, RANKS // tp)
     return roofline(model, (seconds - free) / (cap * LLAMA.layers))
 
 
