@@ -21,6 +21,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from textwrap import fill
 
 import msgspec
 import numpy as np
@@ -42,12 +43,21 @@ from studies.starts import CORRELATION, GROUP, PROMPT, Generation, Node, make_lo
 
 ROOT = Path(__file__).resolve().parents[1]
 STORED, README = Path(__file__).with_suffix(".json"), ROOT / "README.md"
+POLICIES = ROOT / "docs" / "results" / "policies.md"
 MACHINES = {"8×A40, PCIe": A40, "8×L40S, PCIe": L40S, "8×H100, NVLink": H100}
 MODELS = {"Llama-3.1-8B": LLAMA, "Qwen3-14B": QWEN, "Qwen2.5-32B": QWEN_32B, "Qwen3-30B-A3B": A3B}
 SIZES = (128, 512, 1024)
 """Responses a round."""
 LENGTHS = "lognormal:7.919,0.885,16384"
 """DeepScaleR's, as PAT has them, of at most 16K tokens."""
+OTHER_MODEL = {
+    "8×A40, PCIe": ((5.3, 10), (5.4, 12), (4.3, 13), (2.4, 7)),
+    "8×L40S, PCIe": ((4.4, 12), (6.2, 13), (5.0, 13), (2.1, 7)),
+    "8×H100, NVLink": ((2.7, 13), (0.7, 5), (0.2, 3), (1.6, 6)),
+}
+"""What a second model, written apart from this project, says that the best moments of free switches gain over the best
+static layout: percent, mean and most, by model as in :data:`MODELS`.  64 to 1,024 responses of at most 8K, 16K and 32K
+tokens, three shapes of lengths."""
 DEGREES = (1, 2, 4, 8)
 MEMORY_SHARE = 0.85
 """Of a GPU's memory: weights and KV."""
@@ -222,6 +232,19 @@ DETAIL_HEADS = (
 )  # fmt: skip
 
 
+COMPARED_HEADS = ("node", "model", "ours: mean, most", "second model, free switches: mean, most")
+
+
+def list_compared(found: Found) -> list[tuple[str, ...]]:
+    """Gains over the best static layout in percent, beside those of the second model."""
+    lines = []
+    for (machine, model), (_, sizes) in found.items():
+        ours = [100 * (gain.over_best - 1) for gain in sizes.values()]
+        mean, most = OTHER_MODEL[machine][list(MODELS).index(model)]
+        lines.append((machine, model, f"{np.mean(ours):.1f}, {max(ours):.1f}%", f"{mean}, {most}%"))
+    return lines
+
+
 def format_markdown(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [heads, ("---",) * len(heads), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -232,8 +255,29 @@ def format_sizes(found: Found) -> tuple[str, ...]:
     return tuple(f"{size:,} responses" for size in gains)
 
 
+def format_message(found: Found) -> str:
+    """What README says above its table, computed from it."""
+    gains = [(machine, gain) for (machine, _), (_, sizes) in found.items() for gain in sizes.values()]
+    wrong = pictures.format_span((gain.wrong for _, gain in gains), ".1f")
+    best = {
+        kind: [100 * (gain.over_best - 1) for machine, gain in gains if machine.endswith(kind)]
+        for kind in ("PCIe", "NVLink")
+    }
+    lines = [f"- **Choosing the wrong static layout costs {wrong} times the time.** Adaptive TP finds the right one."]
+    lines += [
+        f"- **Over the best static layout** adaptive TP gains {pictures.format_span(shares, '.0f')}% with {kind}, "
+        f"{np.mean(shares):.1f}% on average."
+        for kind, shares in best.items()
+    ]
+    return "".join(fill(line, 100, subsequent_indent="  ") + "\n" for line in lines)
+
+
+def list_stored() -> list[Rounds]:
+    return [Rounds(**each) for each in json.loads(STORED.read_text())]
+
+
 def read_stored() -> Found:
-    return collect([Rounds(**each) for each in json.loads(STORED.read_text())])
+    return collect(list_stored())
 
 
 def replace_between(page: Path, mark: str, text: str) -> None:
@@ -280,9 +324,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def store_tables(found: Found) -> None:
+    replace_between(README, "gains:text", format_message(found))
     replace_between(README, "gains", format_markdown((*HEADS, *format_sizes(found)), list_rows(found)))
-    page = ROOT / "docs" / "results" / "policies.md"
-    replace_between(page, "gains", format_markdown(DETAIL_HEADS, list_details(found)))
+    replace_between(POLICIES, "gains:compared", format_markdown(COMPARED_HEADS, list_compared(found)))
+    replace_between(POLICIES, "gains", format_markdown(DETAIL_HEADS, list_details(found)))
 
 
 if __name__ == "__main__":

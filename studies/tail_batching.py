@@ -274,7 +274,9 @@ def main() -> int:
     args = parser.parse_args()
     before, after = reorder_by_arithmetic()
     console = Console(width=170)
-    console.print(f"reorder, the recipe's example by arithmetic: {before:,.0f} -> {after:,.0f} s, {before / after:.1f} times")
+    console.print(
+        f"reorder, the recipe's example by arithmetic: {before:,.0f} -> {after:,.0f} s, {before / after:.1f} times"
+    )
     result = replay(6 if args.quick else 40, SETTINGS[1:2] if args.quick else SETTINGS, args.jobs)
     show_replay(console, result)
     if args.json:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bench import _redraw
-from studies import lending, rl_step
+from studies import lending, rl_step, step_picture
 from studies.training import Trainer
 
 pytestmark = [pytest.mark.unit, pytest.mark.slow]
@@ -30,12 +29,35 @@ def test_stages_of_a_step():
     assert [(row["setting"], row["with"]) for row in rows] == [
         (setting.name, row) for setting in rl_step.SETTINGS for row in rl_step.ROWS
     ]
-    setting = rl_step.MEASURED
-    plain = rl_step.simulate(rl_step.Job(setting, "plain", 40, 1, 0.0))
-    training = rl_step.TRAINING_SHARE * plain.rollout
-    found = {setting.name: {"plain": replace(plain, training=training)}}
-    line = next(tuple(row.values()) for row in rows if row["setting"] == setting.name)
-    assert rl_step.list_rows(found) == [line]
+    setting, seeds = rl_step.MEASURED, range(1, rl_step.SEEDS + 1)
+    per_token = rl_step.measure_training(rl_step.STEPS, seeds)[setting.name]
+    names = ("plain", "tail batching")
+    found = {
+        setting.name: {
+            row: [rl_step.simulate(rl_step.Job(setting, row, rl_step.STEPS, seed, per_token)) for seed in seeds]
+            for row in names
+        }
+    }
+    lines = [tuple(row.values()) for row in rows if row["setting"] == setting.name and row["with"] in names]
+    assert rl_step.list_rows(found) == lines
+
+
+def test_a_row_is_a_mean_over_seeds_with_the_range_of_its_gain():
+    def stages(rollout: float) -> rl_step.Stages:
+        return rl_step.Stages(rollout, reward=10.0, training=20.0, hidden=0.0, lent=0.0, tokens=1.0)
+
+    found = {"14B, 16K": {"plain": [stages(70.0), stages(170.0)], "tail batching": [stages(20.0), stages(50.0)]}}
+    plain, tail = rl_step.list_rows(found)
+    assert plain == ("14B, 16K", "plain", "120", "10", "20", "0", "150", "1", "1.00")
+    assert tail[6:] == ("65", "2.31 (2.00 to 2.50)", "1.48"), "300 of 130, 100 of 50, 200 of 80"
+
+
+def test_bars_of_a_step_are_as_long_as_their_labels():
+    """To a second a stage: the page has whole ones."""
+    (rows,) = _redraw.tables(PAGE, *rl_step.HEADS)
+    for found in step_picture.read_lines(rows).values():
+        for row in found.values():
+            assert abs(sum(row[stage] for stage in step_picture.STAGES) - row["step, s"]) <= 1.5
 
 
 def test_all_ranks_train_what_is_left_as_rewards_come():
