@@ -260,13 +260,13 @@ def format_message(found: Found) -> str:
     gains = [(machine, gain) for (machine, _), (_, sizes) in found.items() for gain in sizes.values()]
     wrong = pictures.format_span((gain.wrong for _, gain in gains), ".1f")
     best = {
-        kind: [100 * (gain.over_best - 1) for machine, gain in gains if machine.endswith(kind)]
+        kind: [round(100 * (gain.over_best - 1), 3) for machine, gain in gains if machine.endswith(kind)]
         for kind in ("PCIe", "NVLink")
     }
-    lines = [f"- **Choosing the wrong static layout costs {wrong} times the time.** Adaptive TP finds the right one."]
+    lines = [f"- **Choosing the wrong static layout makes rounds take {wrong} times as long.**"]
     lines += [
-        f"- **Over the best static layout** adaptive TP gains {pictures.format_span(shares, '.0f')}% with {kind}, "
-        f"{np.mean(shares):.1f}% on average."
+        f"- **With {kind}** adaptive TP is {np.mean(shares):.1f}% faster than the best static layout on average; at "
+        f"worst {round(min(shares)) + 0}%, at best {round(max(shares))}%."
         for kind, shares in best.items()
     ]
     return "".join(fill(line, 100, subsequent_indent="  ") + "\n" for line in lines)
