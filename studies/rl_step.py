@@ -225,7 +225,7 @@ def list_rows(found: Found) -> list[tuple[str, ...]]:
             gains = [plain.seconds / one.seconds for plain, one in zip(rows["plain"], runs, strict=True)]
             gain = sum(one.seconds for one in rows["plain"]) / sum(one.seconds for one in runs)
             spread = f"{gain:.2f} ({pictures.format_span(gains)})" if place else "1.00"
-            lines.append((setting, row, *(f"{one:.0f}" for one in stages), spread, f"{REPORTED[setting][place]:.2f}"))
+            lines.append((setting, row, *(f"{one:.1f}" for one in stages), spread, f"{REPORTED[setting][place]:.2f}"))
     return lines
 
 
