@@ -128,7 +128,8 @@ def study(task: Task) -> Rounds:
     for _ in range(task.rounds):
         lengths = shape.draw(task.size, CORRELATION, GROUP, random)
         if not task.adaptive:
-            found.seconds.append(Generation(node, lengths, shape.limit, task.tp, LengthHistory()).run().seconds)
+            course = Generation(node, lengths, shape.limit, task.tp, LengthHistory()).run()
+            found.seconds.append(round(course.seconds, 3))
             continue
         rule = starts.get_start_degree(RoundKind("", task.size))
         coming = make_load(task.size, shape.limit, np.zeros(task.size, dtype=int))
@@ -137,7 +138,7 @@ def study(task: Task) -> Rounds:
         course = Generation(node, lengths, shape.limit, chosen, history, node.policy, rule.tp).run()
         rule.observe(course.retracted, int(lengths.sum()), course.seconds)
         switches += len(course.switches)
-        found.seconds.append(course.seconds + node.costs.estimate(task.tp, chosen).seconds)
+        found.seconds.append(round(course.seconds + node.costs.estimate(task.tp, chosen).seconds, 3))
     return replace(found, switches=switches)
 
 
@@ -272,6 +273,11 @@ def format_message(found: Found) -> str:
     return "".join(fill(line, 100, subsequent_indent="  ") + "\n" for line in lines)
 
 
+def format_stored(done: list[Rounds]) -> str:
+    """JSON, a line each."""
+    return "[\n" + ",\n".join(json.dumps(asdict(each), ensure_ascii=False) for each in done) + "\n]\n"
+
+
 def list_stored() -> list[Rounds]:
     return [Rounds(**each) for each in json.loads(STORED.read_text())]
 
@@ -318,7 +324,7 @@ def main(argv: list[str] | None = None) -> int:
         table.add_row(*row)
     Console(highlight=False, width=200).print(table)
     if args.store:
-        STORED.write_text(json.dumps([asdict(each) for each in done], indent=1) + "\n")
+        STORED.write_text(format_stored(done))
         store_tables(found)
     return 0
 

@@ -34,7 +34,7 @@ def test_what_is_stored_is_what_is_computed(adaptive):
         each for each in gains.list_stored()
         if (each.machine, each.model, each.tp, each.adaptive, each.size) == (task.machine, task.model, 2, adaptive, 128)
     )  # fmt: skip
-    assert done.seconds == pytest.approx(stored.seconds[:1], rel=1e-6)
+    assert done.seconds == pytest.approx(stored.seconds[:1], abs=2e-3)
 
 
 def test_a_static_layout_has_the_memory_of_its_own_degree():
