@@ -46,7 +46,7 @@ def test_a_row_is_a_mean_over_seeds_with_the_range_of_its_gain():
 
     found = {"14B, 16K": {"plain": [stages(70.0), stages(170.0)], "tail batching": [stages(20.0), stages(50.0)]}}
     plain, tail = rl_step.list_rows(found)
-    assert plain == ("14B, 16K", "plain", "120", "10", "20", "0", "150", "1", "1.00")
+    assert plain == ("14B, 16K", "plain", "120.0", "10.0", "20.0", "0.0", "150.0", "1.00", "1.00")
     assert tail[6:] == ("65.0", "2.31 (2.00 to 2.50)", "1.48"), "300 of 130, 100 of 50, 200 of 80"
 
 
