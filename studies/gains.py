@@ -233,6 +233,23 @@ DETAIL_HEADS = (
 )  # fmt: skip
 
 
+BASES_HEADS = ("node", "model", *(f"from tp{tp}" for tp in DEGREES if tp < RANKS))
+
+
+def list_bases(done: list[Rounds]) -> list[tuple[str, ...]]:
+    """Adaptive TP over the best static layout, mean over the sizes, by the ``--tp`` that it is started with."""
+    lines = []
+    for machine, model in dict.fromkeys((each.machine, each.model) for each in done):
+        mine = [each for each in done if (each.machine, each.model) == (machine, model)]
+        best = {size: min(sum(e.seconds) for e in mine if not e.adaptive and e.size == size) for size in SIZES}
+        cells = []
+        for tp in DEGREES[:-1]:
+            found = [best[each.size] / sum(each.seconds) for each in mine if each.adaptive and each.tp == tp]
+            cells.append(f"{np.mean(found):.2f}" if found else "–")
+        lines.append((machine, model, *cells))
+    return lines
+
+
 COMPARED_HEADS = ("node", "model", "ours: mean, most", "second model, free switches: mean, most")
 
 
@@ -256,8 +273,9 @@ def format_sizes(found: Found) -> tuple[str, ...]:
     return tuple(f"{size:,} responses" for size in gains)
 
 
-def format_message(found: Found) -> str:
-    """What README says above its table, computed from it."""
+def format_message(done: list[Rounds]) -> str:
+    """What README says above its table, computed from what is in it."""
+    found = collect(done)
     gains = [(machine, gain) for (machine, _), (_, sizes) in found.items() for gain in sizes.values()]
     wrong = pictures.format_span((gain.wrong for _, gain in gains), ".1f")
     best = {
@@ -270,6 +288,11 @@ def format_message(found: Found) -> str:
         f"worst {round(min(shares)) + 0}%, at best {round(max(shares))}%."
         for kind, shares in best.items()
     ]
+    least = min(cell for _, _, *cells in list_bases(done) for cell in cells if cell != "–")
+    lines.append(
+        "- **Start with a `--tp` whose weights leave room for KV.** From a lower one adaptive TP cannot repair that, and "
+        f"may reach only {least} of the best static layout's speed."
+    )
     return "".join(fill(line, 100, subsequent_indent="  ") + "\n" for line in lines)
 
 
@@ -325,12 +348,14 @@ def main(argv: list[str] | None = None) -> int:
     Console(highlight=False, width=200).print(table)
     if args.store:
         STORED.write_text(format_stored(done))
-        store_tables(found)
+        store_tables(done)
     return 0
 
 
-def store_tables(found: Found) -> None:
-    replace_between(README, "gains:text", format_message(found))
+def store_tables(done: list[Rounds]) -> None:
+    found = collect(done)
+    replace_between(POLICIES, "gains:bases", format_markdown(BASES_HEADS, list_bases(done)))
+    replace_between(README, "gains:text", format_message(done))
     replace_between(README, "gains", format_markdown((*HEADS, *format_sizes(found)), list_rows(found)))
     replace_between(POLICIES, "gains:compared", format_markdown(COMPARED_HEADS, list_compared(found)))
     replace_between(POLICIES, "gains", format_markdown(DETAIL_HEADS, list_details(found)))

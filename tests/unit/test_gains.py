@@ -19,8 +19,10 @@ def test_tables_of_the_pages_are_those_that_are_stored():
     page = gains.format_markdown(gains.DETAIL_HEADS, gains.list_details(found))
     text = gains.README.read_text()
     assert f"<!-- gains:begin -->\n{readme}<!-- gains:end -->" in text
-    assert f"gains:text:begin -->\n{gains.format_message(found)}<!-- gains:text:end" in text
+    assert f"gains:text:begin -->\n{gains.format_message(gains.list_stored())}<!-- gains:text:end" in text
     assert f"<!-- gains:begin -->\n{page}<!-- gains:end -->" in gains.POLICIES.read_text()
+    bases = gains.format_markdown(gains.BASES_HEADS, gains.list_bases(gains.list_stored()))
+    assert f"gains:bases:begin -->\n{bases}<!-- gains:bases:end" in gains.POLICIES.read_text()
     compared = gains.format_markdown(gains.COMPARED_HEADS, gains.list_compared(found))
     assert f"gains:compared:begin -->\n{compared}<!-- gains:compared:end" in gains.POLICIES.read_text()
 
