@@ -290,8 +290,8 @@ def format_message(done: list[Rounds]) -> str:
     ]
     least = min(cell for _, _, *cells in list_bases(done) for cell in cells if cell != "–")
     lines.append(
-        "- **Start with a `--tp` whose weights leave room for KV.** From a lower one adaptive TP cannot repair that, and "
-        f"may reach only {least} of the best static layout's speed."
+        "- **Start with a `--tp` whose weights leave room for KV.** From a lower one adaptive TP cannot repair that, "
+        f"and may reach only {least} of the best static layout's speed."
     )
     return "".join(fill(line, 100, subsequent_indent="  ") + "\n" for line in lines)
 
