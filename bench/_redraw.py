@@ -244,7 +244,7 @@ def draw_learning(shares: Shares, path: Path) -> Path:
 def format_learning(shares: Shares) -> str:
     before = pictures.format_span(share for part, _ in shares.values() for share in part)
     after = pictures.format_span(sum(part) / len(part) for _, part in shares.values())
-    return f"A small model learns alike, whichever way responses are generated: {after} right after, {before} before"
+    return f"After the same problems {after} of those held out are right, whichever way was used; {before} before"
 
 
 # -- ranks that are lent --------------------------------------------------------------------------------------
