@@ -155,8 +155,8 @@ def test_lending_is_asked_with_what_can_be(app, monkeypatch, body, line):
     from sglang_pat.policies.lending import Training
     from sglang_pat.server import http
 
-    async def decide(training):
-        assert training == Training(**body)
+    async def decide(training, client):
+        assert (training, client) == (Training(**body), "default")
         return {"move": "asked"}
 
     monkeypatch.setattr(http, "_get_manager", lambda: SimpleNamespace(pat_decide_lending=decide))

@@ -118,7 +118,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule()
     def status(self):
-        self.coordinator.handle_status_query(m.StatusQuery(query_id=7))
+        self.coordinator.handle_status_query(m.StatusQuery(query_id=7), self.now)
         reply = self.world.server.pop()
         assert reply.query_id == 7
         known = self.world.known

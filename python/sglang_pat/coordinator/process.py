@@ -41,7 +41,7 @@ from sglang_pat.errors import format_one_line  # noqa: E402
 from sglang_pat.figures import Figures, enable_job_log, job_log  # noqa: E402
 from sglang_pat.launch.processes import end_engine  # noqa: E402
 from sglang_pat.launch.spec import AdaptiveServerArgs  # noqa: E402
-from sglang_pat.messages import count_prefix_tokens, get_length_limit  # noqa: E402
+from sglang_pat.messages import count_prefix_tokens, get_length_limit, take_round_name  # noqa: E402
 from sglang_pat.metrics import SwitchMetrics  # noqa: E402
 from sglang_pat.policies.lending import LendingPolicy, make_lending_policy  # noqa: E402
 from sglang_pat.policies.prompts import LONG_PROMPT  # noqa: E402
@@ -157,7 +157,7 @@ def _decode_rank_message(frames: list[bytes], num_ranks: int) -> tuple[int, Any]
 
 
 FROM_SERVER: dict[type, Callable[[Coordinator, Any, float], None]] = {
-    messages.StatusQuery: lambda coordinator, query, now: coordinator.handle_status_query(query),
+    messages.StatusQuery: Coordinator.handle_status_query,
     messages.Reconfigure: Coordinator.reconfigure,
     messages.LendRanks: Coordinator.lend_ranks,
     messages.LendingQuery: Coordinator.decide_lending,
@@ -214,12 +214,13 @@ def _parse_generation(obj: Any) -> Generation:
     tokens, counts = len(obj.input_ids or ()), HEALTH_CHECK_RID_PREFIX not in (obj.rid or "")
     if not obj.sampling_params:
         return Generation(obj=obj, tokens=tokens, counts=counts)
+    name = take_round_name(obj.sampling_params)
     limit, generated = get_length_limit(obj.sampling_params), min(count_prefix_tokens(obj.sampling_params), tokens)
     prompt = tokens - generated
     # The same number as in load reports (``rank.load_reports``).
     family = zlib.crc32(array("I", obj.input_ids[:prompt])) if prompt >= LONG_PROMPT else None
     known = {} if limit is None else {"limit": limit}
-    return Generation(obj=obj, tokens=tokens, generated=generated, family=family, counts=counts, **known)
+    return Generation(obj=obj, tokens=tokens, generated=generated, family=family, counts=counts, round=name, **known)
 
 
 def _clear_sender(obj: io.BaseReq) -> None:

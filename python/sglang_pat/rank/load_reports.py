@@ -12,6 +12,7 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req, ScheduleBatch
 
 from sglang_pat.messages import (
+    ROUND_MARK,
     Decoded,
     Finished,
     LoadReport,
@@ -140,6 +141,7 @@ class LoadReporter:
                 retracted=self.retracted,
                 weight_updates=scheduler.layouts.weight_version,
                 requests=[_describe_request(req) for req in listed],
+                rounds=list({name for req in listed if (name := getattr(req.pat_request, ROUND_MARK, ""))}),
                 finished=self._finished,
                 kv_totals=scheduler.layouts.kv_totals,
                 decoded=_sum_steps(self._decoded),
