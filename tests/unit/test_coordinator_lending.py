@@ -373,6 +373,17 @@ def test_the_client_says_how_long_its_lease_is_and_the_program_of_the_engine_nee
     assert rig.coordinator.layout.lent == [1, 3]
 
 
+def test_what_could_not_be_lent_has_no_lease():
+    rig = Rig(1, 4)
+    rig.coordinator.lend_ranks(m.LendRanks(query_id=50, stride=2, lease_seconds=5.0), 0.0)
+    rig.settle(fate="abort")
+    assert rig.coordinator._switching._lease is None
+    borrow(rig)
+    lend(rig, stride=1)
+    rig.settle()
+    assert rig.coordinator._switching._lease is None
+
+
 def test_ranks_are_lent_to_one_client():
     rig = Rig(1, 4)
     borrow(rig)

@@ -414,6 +414,8 @@ class Switching:
             if switch.wanted.reason != "control":  # for which it is wanted again
                 self.wanted = switch.wanted
             return ""  # the first of two steps
+        if self.layout.stride == 1:
+            self._end_lease()
         if record.reason == "schedule":
             self._schedule.complete_entry(record)
         query_id, newly_lent = switch.wanted.query_id, set(switch.target.lent) - set(switch.source.lent)
@@ -445,8 +447,6 @@ class Switching:
     def _enter_layout(self, switch: ActiveSwitch) -> None:
         """The new leaders' load: what they have reported already, or else what they were handed."""
         self.layout = switch.target
-        if switch.source.stride > self.layout.stride == 1:
-            self._end_lease()
         for rank in self.layout.leaders:
             leader, reply = self._leaders[rank], switch.reports[rank]
             leader.apply_report(switch.early.get(rank) or leader.make_report_after_switch(reply, self.layout))
