@@ -103,6 +103,8 @@ def test_bodies_are_bounded(app, path, monkeypatch):
         ({"samples": 4}, "object contains unknown field samples"),
         ({"name": "a b"}, 'name is "a b": expected str matching regex'),
         ({"kind": "a b"}, 'kind is "a b": expected str matching regex'),
+        ({"name": "a\n"}, 'name is "a\\n": expected str matching regex'),
+        ({"kind": "a\n"}, 'kind is "a\\n": expected str matching regex'),
         ([], "expected object, got array"),
         ({"requests": 4, "tp": 3}, "round: tp is gone: the policy chooses the degree in which a round starts"),
     ],
@@ -148,6 +150,7 @@ def test_a_round_is_begun_with_what_can_be(app, monkeypatch, body, line):
             "complete is 5, of 4 samples: give at most",
         ),
         ({"samples": 4, "complete": 1, "ready": 30, "pace": 1}, "object contains unknown field pace"),
+        ({"client": "a\n"}, 'client is "a\\n": expected str matching regex'),
     ],
     ids=str,
 )
@@ -163,3 +166,31 @@ def test_lending_is_asked_with_what_can_be(app, monkeypatch, body, line):
     answer = client(app).post("/pat/lending", json=body)
     said = answer.json()["error"]["message"] if "error" in answer.json() else answer.json()["move"]
     assert line in said and "\n" not in said and answer.status_code == (200 if line == "asked" else 400)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "asked"),
+    [
+        ("lend_ranks", None, (2, "default", 600.0)),
+        ("lend_ranks", {"stride": 4, "client": "mine", "lease_seconds": 5}, (4, "mine", 5.0)),
+        ("lend_ranks", {"lease_seconds": 0}, "lease_seconds is 0: expected float >= 1"),
+        ("lend_ranks", {"lease_seconds": 1e9}, "expected float <= 86400.0"),
+        ("lend_ranks", {"client": "a\n"}, 'client is "a\\n": expected str matching regex'),
+        ("take_back_ranks", None, (1, "default")),
+        ("take_back_ranks", {"client": "mine"}, (1, "mine")),
+        ("take_back_ranks", {"stride": 1}, "object contains unknown field stride"),
+    ],
+    ids=str,
+)
+def test_ranks_are_lent_to_a_client_for_a_time(app, monkeypatch, path, body, asked):
+    from sglang_pat.server import http
+
+    async def lend(*given):
+        return {"given": given}
+
+    monkeypatch.setattr(http, "_get_manager", lambda: SimpleNamespace(pat_lend_ranks=lend))
+    answer = client(app).post(f"/pat/{path}", json=body) if body else client(app).post(f"/pat/{path}")
+    if isinstance(asked, str):
+        assert answer.status_code == 400 and asked in answer.json()["error"]["message"]
+    else:
+        assert tuple(answer.json()["given"]) == asked

@@ -47,7 +47,7 @@ from sglang_pat.policies.lending import LendingPolicy, make_lending_policy  # no
 from sglang_pat.policies.prompts import LONG_PROMPT  # noqa: E402
 from sglang_pat.policies.registry import make_policy  # noqa: E402
 from sglang_pat.policies.snapshot import Decision, Policy, Snapshot  # noqa: E402
-from sglang_pat.predict.cost import build_predictors  # noqa: E402
+from sglang_pat.predict.cost import SwitchCosts, build_predictors  # noqa: E402
 from sglang_pat.predict.predictor import Predictor  # noqa: E402
 from sglang_pat.predict.profile import Profile  # noqa: E402
 from sglang_pat.rank.channels import SGLANG  # noqa: E402
@@ -249,8 +249,8 @@ def _find_effects(obj: Any) -> dict[str, Any]:
 
 def load_policies(
     config: AdaptiveConfig, profile: Profile | None
-) -> tuple[Policy, Predictor | None, LendingPolicy | None]:
-    """The policy of ``config``, the predictor of the profile, and who says when ranks are lent."""
+) -> tuple[Policy, Predictor | None, LendingPolicy | None, SwitchCosts | None]:
+    """The policy of ``config``, the predictor of the profile, who says when ranks are lent, and what switches cost."""
     predictor = costs = lending = None
     if profile is not None:
         predictor, costs = build_predictors(profile)
@@ -263,7 +263,7 @@ def load_policies(
         costs=costs,
         max_running=config.max_running,
     )
-    return policy, predictor, lending
+    return policy, predictor, lending, costs
 
 
 def run_coordinator(

@@ -26,6 +26,7 @@ from sglang_pat.figures import Account
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.policies.lending import LendingPolicy
 from sglang_pat.policies.snapshot import Policy
+from sglang_pat.predict.cost import SwitchCosts
 from sglang_pat.predict.predictor import Predictor
 
 
@@ -117,6 +118,7 @@ class Coordinator:
         policy: what ``config.policy`` names; made here if it needs no profile.
         predictor: of the profile that it has, to be corrected by the steps of this run.
         lending: says when ranks are lent; None where the policy does not predict.
+        costs: of switches, by the profile.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class Coordinator:
         policy: Policy | None = None,
         predictor: Predictor | None = None,
         lending: LendingPolicy | None = None,
+        costs: SwitchCosts | None = None,
     ) -> None:
         self.config = config
         self._outbox = outbox
@@ -143,7 +146,7 @@ class Coordinator:
         self._released: frozenset[str] = frozenset()
         self.account = Account([layout.tp for layout in config.layouts])
         self._schedule = Schedule(self._leaders, config.base, outbox, active=config.policy == "schedule")
-        self._switching = Switching(config, self._leaders, outbox, self._decisions, self._schedule, self.account)
+        self._switching = Switching(config, self._leaders, outbox, self._decisions, self._schedule, self.account, costs)
 
     @property
     def layout(self) -> ParallelLayout:

@@ -18,11 +18,12 @@ from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.decisions import CALIBRATION, Decisions, WantedSwitch
 from sglang_pat.coordinator.leases import Lease, Leases
-from sglang_pat.coordinator.replicas import Leader, Outbox, forecast_switch, is_report_of
+from sglang_pat.coordinator.replicas import Leader, Outbox, forecast_switch, is_report_of, sum_load
 from sglang_pat.coordinator.schedule import Schedule
 from sglang_pat.figures import Account
 from sglang_pat.layout import ParallelLayout, list_destinations
 from sglang_pat.policies.lending import LendingDecision, Move
+from sglang_pat.predict.cost import SwitchCosts
 
 BASE_ATTEMPTS = 3
 """Attempts to get back to the base layout for a control request before it is answered with the error; after the first
@@ -88,6 +89,7 @@ class Switching:
     Args:
         leaders: the coordinator's, by rank.
         account: what ended is added to.
+        costs: of switches, by the profile.
 
     Attributes:
         layout: in force.
@@ -103,12 +105,14 @@ class Switching:
         decisions: Decisions,
         schedule: Schedule,
         account: Account,
+        costs: SwitchCosts | None = None,
     ) -> None:
         self.layout = config.base
         self.wanted: WantedSwitch | None = None
         self.under_way: ActiveSwitch | None = None
         self._config, self._leaders, self._outbox = config, leaders, outbox
         self._decisions, self._schedule, self._account = decisions, schedule, account
+        self._costs = costs
         self._epoch = self._base_attempts = 0
         self._given: dict[int, m.MemoryReleased] = {}
         """The last that each rank has said of its memory."""
@@ -156,7 +160,7 @@ class Switching:
             return self._reply(query.query_id, 400, str(error))
         if query.dry_run:
             expected = forecast_switch(self._leaders, self.layout, target, self._config.max_running)
-            return self._reply(query.query_id, 200, "", expected)
+            return self._reply(query.query_id, 200, "", expected | self._predict_seconds(target))
         if self.under_way or self.wanted:
             return self._reply(query.query_id, 409, "a switch is under way; try again when it is over")
         if target == self.layout:
@@ -165,6 +169,14 @@ class Switching:
             what = ", ".join(sorted(released))
             return self._reply(query.query_id, 409, f"memory is released ({what}); resume it first")
         self.wanted = WantedSwitch(target, CALIBRATION if self._decisions.calibrating else "request", query.query_id)
+
+    def _predict_seconds(self, target: ParallelLayout) -> dict[str, Any]:
+        """For how long nothing would be decoded."""
+        if self._costs is None:
+            return {"expected_seconds": None, "why": "without a profile (--pat-profile) times cannot be predicted"}
+        load = sum_load(self._leaders, self.layout.working)
+        cost = self._costs.estimate(self.layout.tp, target.tp, load.prompt + load.output)
+        return {"expected_seconds": cost.seconds}
 
     def lend_ranks(self, query: m.LendRanks, released: frozenset[str], now: float) -> None:
         """``POST /pat/lend_ranks`` and ``/pat/take_back_ranks``: answered when the switch is over, or at once."""

@@ -199,7 +199,8 @@ async def reconfigure(request: Request) -> dict:
     """``{"tp": 2}``: switch to degree 2 now; 200 with the switch record when it is over.
 
     With ``"dry_run": true`` it only says what that would do to the requests that are alive: how many go over, with how
-    many KV tokens, how many would have to wait for a decode slot, and how many tokens would find no room.
+    many KV tokens, how many would have to wait for a decode slot, and how many tokens would find no room; and, with a
+    profile, for how long nothing would be decoded (``expected_seconds``).
 
     400: not a body like that, or not a candidate; 409: a switch is under way; 500: aborted, the old
     layout goes on.
