@@ -24,6 +24,12 @@ ClientName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
 CLIENT = "default"
 """A client that does not say its name."""
 
+LEASE_SECONDS = 600.0
+"""Of a client over HTTP that does not say another time.  The tools of agents may take minutes."""
+
+LeaseSeconds = Annotated[float, msgspec.Meta(ge=1, le=86400)]
+"""A day at most."""
+
 
 NO_KV = sys.maxsize
 """As ``recompute_below``: no KV moves, and no memory is needed to move it through."""
@@ -241,6 +247,8 @@ class BeginRound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         max_new_tokens: of a response at most.
         kind: what the client calls rounds of this kind, which need the same room: a short and a long round of tail
             batching are of two.
+        lease_seconds: the round is over if nothing was heard of it for so long; None: as long as the engine lives, for
+            a client in the engine's process.  Over HTTP there is always a lease.
 
     Raises:
         ValueError: more prompts than requests, or prompts without requests.
@@ -252,6 +260,7 @@ class BeginRound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 4096
     kind: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{0,64}\Z")] = ""
+    lease_seconds: LeaseSeconds | None = None
 
     def __post_init__(self) -> None:
         if self.prompts is not None and self.requests is None:

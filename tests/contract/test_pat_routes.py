@@ -96,6 +96,8 @@ def test_bodies_are_bounded(app, path, monkeypatch):
         ({}, None),
         ({"requests": 64, "prompts": 8, "prompt_tokens": 500, "max_new_tokens": 4096, "name": "mine"}, None),
         ({"kind": "long", "prompt_tokens": None}, None),
+        ({"lease_seconds": 60.0}, None),
+        ({"lease_seconds": 0}, "lease_seconds is 0: expected float >= 1"),
         ({"requests": 0}, "requests is 0: expected int >= 1"),
         ({"requests": 10**9}, "requests is 1000000000: expected int <= 65536"),
         ({"requests": 4, "prompts": 5}, "prompts is 5, of 4 requests: give at most as many"),
@@ -131,7 +133,7 @@ def test_a_round_is_begun_with_what_can_be(app, monkeypatch, body, line):
     if line is None:
         about = {"weight_updates": 3, "room": 90, "stop_token_ids": [2], "routed_experts": True}
         assert answer.json() == about
-        assert sent == [BeginRound(**body)]
+        assert sent == [BeginRound(**{"lease_seconds": 600.0} | body)]
         assert caller.delete("/pat/round", params={"name": "mine"}).status_code == 200
         assert sent[1:] == [EndRound(name="mine")]
     else:

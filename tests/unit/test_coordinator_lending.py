@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from sglang_pat import messages as m
-from sglang_pat.coordinator.leases import LEASE_SECONDS
 from sglang_pat.coordinator.replicas import Generation
 from sglang_pat.coordinator.switching import RETRY_SECONDS
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.messages import LEASE_SECONDS
 from sglang_pat.policies.lending import LendingDecision, Move, Training
 from sglang_pat.policies.snapshot import Decision
 
@@ -289,7 +289,7 @@ def pass_time(rig: Rig, until: float, since: float = 0.0) -> None:
 
 
 def begin_round(rig: Rig, name: str, now: float) -> None:
-    rig.coordinator.handle_round(m.BeginRound(name=name, requests=4), now)
+    rig.coordinator.handle_round(m.BeginRound(name=name, requests=4, lease_seconds=LEASE_SECONDS), now)
     rig.settle()
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.coordinator.round_tracker import LEASE_SECONDS, MOST_OPEN, PROMPT_TOKENS, RoundTracker
-from sglang_pat.messages import BeginRound, EndRound
+from sglang_pat.coordinator.round_tracker import MOST_OPEN, PROMPT_TOKENS, RoundTracker
+from sglang_pat.messages import LEASE_SECONDS, BeginRound, EndRound
 from sglang_pat.policies.snapshot import Load
 
 from .drawn import examples
@@ -186,7 +186,7 @@ def test_two_rounds_count_as_one():
 
 
 def test_one_whose_client_is_gone_is_over():
-    arrivals = told(BeginRound(requests=5))
+    arrivals = told(BeginRound(requests=5, lease_seconds=LEASE_SECONDS))
     come(arrivals, 2)
     arrivals.end_silent_rounds(1.9 + LEASE_SECONDS)
     assert arrivals.open and arrivals.get_status(LEASE_SECONDS)["open"][0]["lease_left"] == 2.0
@@ -199,9 +199,9 @@ def test_one_whose_client_is_gone_is_over():
 @pytest.mark.parametrize("size", [64, None], ids=["of 64", "of unknown size"])
 def test_a_dead_round_beside_a_live_client_ends(named, size):
     """Requests of the live one, all of which come while the other is open, are not taken for the other's."""
-    arrivals = told(BeginRound(name="dead", requests=size))
+    arrivals = told(BeginRound(name="dead", requests=size, lease_seconds=LEASE_SECONDS))
     for now in range(0, int(LEASE_SECONDS), 50):
-        arrivals.update_announced_round(BeginRound(name="live", requests=8), now)
+        arrivals.update_announced_round(BeginRound(name="live", requests=8, lease_seconds=LEASE_SECONDS), now)
         for _ in range(8):
             assert arrivals.record_arrival(now, name="live" if named else "") == "live"
         assert arrivals.missing == (size or 0) and list(arrivals.open) == ["dead", "live"]
@@ -216,13 +216,19 @@ def test_a_dead_round_beside_a_live_client_ends(named, size):
 
 def test_requests_that_nobody_can_attribute_renew_nothing():
     """All samples of the dead round have come; these are of a client that announces nothing, or of another round."""
-    arrivals = told(BeginRound(name="dead", requests=2))
+    arrivals = told(BeginRound(name="dead", requests=2, lease_seconds=LEASE_SECONDS))
     come(arrivals, 2)
     for now in range(10, int(LEASE_SECONDS), 10):
         assert arrivals.record_arrival(now) == ""
         assert arrivals.record_arrival(now, name="other") == "other"
     arrivals.end_silent_rounds(2 + LEASE_SECONDS)
     assert not arrivals.open
+
+
+def test_a_client_in_the_process_of_the_engine_needs_no_lease():
+    arrivals = told(BeginRound(requests=2))
+    arrivals.end_silent_rounds(1e9)
+    assert arrivals.get_status(1e9)["open"][0]["lease_left"] is None
 
 
 def test_two_clients_that_do_not_name_their_requests_have_all_that_they_announced():

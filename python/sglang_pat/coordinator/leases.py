@@ -7,10 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LEASE_SECONDS = 600.0
-"""Of a round, and of ranks that are lent over HTTP, unless the client says another time.  The tools of agents may take
-minutes."""
-
 
 @dataclass
 class Lease:

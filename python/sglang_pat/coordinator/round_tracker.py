@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sglang_pat.coordinator.leases import LEASE_SECONDS, Lease, Leases
+from sglang_pat.coordinator.leases import Lease, Leases
 from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.policies.rules import SETTLE_SECONDS
 from sglang_pat.policies.snapshot import NO_LOAD, Load
@@ -40,9 +40,8 @@ class RoundTracker:
     """What came in this round, and how many came in earlier ones.
 
     A round that nobody announced ends when the engine becomes empty.  One of a single request (health probe, warm-up)
-    does not count.  One that was announced ends when its client says so, or is not heard of for
-    :data:`~sglang_pat.coordinator.leases.LEASE_SECONDS`.  What it has aborted may be seen for a while after that: it
-    counts in no round.
+    does not count.  One that was announced ends when its client says so, or when its lease is over.  What it has
+    aborted may be seen for a while after that: it counts in no round.
 
     Args:
         degrees: in which rounds may start.
@@ -87,7 +86,7 @@ class RoundTracker:
                 self._close(next(iter(self.open)))
             self.open[message.name] = message
             self._missing[message.name] = message.requests or 0
-            self._held[message.name] = self.leases.begin(message.name, LEASE_SECONDS, now)
+            self._held[message.name] = self.leases.begin(message.name, message.lease_seconds, now)
             if not self._here:
                 self._reset_round()
 

@@ -24,6 +24,7 @@ from sglang_pat.figures import Account
 from sglang_pat.layout import ParallelLayout, list_destinations
 from sglang_pat.policies.lending import LendingDecision, Move
 from sglang_pat.predict.cost import SwitchCosts
+from sglang_pat.predict.profile import ProfileError
 
 BASE_ATTEMPTS = 3
 """Attempts to get back to the base layout for a control request before it is answered with the error; after the first
@@ -175,7 +176,10 @@ class Switching:
         if self._costs is None:
             return {"expected_seconds": None, "why": "without a profile (--pat-profile) times cannot be predicted"}
         load = sum_load(self._leaders, self.layout.working)
-        cost = self._costs.estimate(self.layout.tp, target.tp, load.prompt + load.output)
+        try:
+            cost = self._costs.estimate(self.layout.tp, target.tp, load.prompt + load.output)
+        except ProfileError as error:
+            return {"expected_seconds": None, "why": str(error)}
         return {"expected_seconds": cost.seconds}
 
     def lend_ranks(self, query: m.LendRanks, released: frozenset[str], now: float) -> None:

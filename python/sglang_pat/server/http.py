@@ -19,13 +19,12 @@ from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_pat import files, removed
-from sglang_pat.coordinator.leases import LEASE_SECONDS
 from sglang_pat.errors import format_one_line
 from sglang_pat.launch.contract import SGLangMismatch
 from sglang_pat.launch.processes import NotStarted
 from sglang_pat.launch.refusals import check_port
 from sglang_pat.launch.spec import AdaptiveServerArgs, prepare_start
-from sglang_pat.messages import CLIENT, BeginRound, ClientName, EndRound
+from sglang_pat.messages import CLIENT, LEASE_SECONDS, BeginRound, ClientName, EndRound, LeaseSeconds
 from sglang_pat.policies.lending import Training
 from sglang_pat.server.engine import AdaptiveEngine
 from sglang_pat.server.rollout import describe_engine
@@ -35,9 +34,6 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 16
 """Of a body."""
-
-MOST_LEASE_SECONDS = 86400.0
-"""A day."""
 
 
 class _Reconfigure(msgspec.Struct, forbid_unknown_fields=True):
@@ -52,7 +48,7 @@ class _LendRanks(msgspec.Struct, forbid_unknown_fields=True):
 
     stride: Annotated[int, msgspec.Meta(ge=2)] = 2
     client: ClientName = CLIENT
-    lease_seconds: Annotated[float, msgspec.Meta(ge=1, le=MOST_LEASE_SECONDS)] = LEASE_SECONDS
+    lease_seconds: LeaseSeconds = LEASE_SECONDS
 
 
 class _TakeBackRanks(msgspec.Struct, forbid_unknown_fields=True):
@@ -262,7 +258,10 @@ async def begin_round(request: Request) -> dict:
     """
     values = files.decode(await _read_body(request), dict[str, Any])
     removed.refuse_fields("round", values)
-    _get_manager().pat_send_round(files.convert(values, BeginRound))
+    begun = files.convert({"lease_seconds": LEASE_SECONDS} | values, BeginRound)
+    if begun.lease_seconds is None:
+        begun = msgspec.structs.replace(begun, lease_seconds=LEASE_SECONDS)
+    _get_manager().pat_send_round(begun)
     return describe_engine(_get_manager())
 
 
