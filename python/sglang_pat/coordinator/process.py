@@ -157,7 +157,7 @@ def _decode_rank_message(frames: list[bytes], num_ranks: int) -> tuple[int, Any]
 
 
 FROM_SERVER: dict[type, Callable[[Coordinator, Any, float], None]] = {
-    messages.StatusQuery: Coordinator.handle_status_query,
+    messages.StatusQuery: lambda coordinator, query, now: coordinator.handle_status_query(query, now),
     messages.Reconfigure: Coordinator.reconfigure,
     messages.LendRanks: Coordinator.lend_ranks,
     messages.LendingQuery: Coordinator.decide_lending,
