@@ -161,16 +161,17 @@ def test_rounds_return_them(server, stock):
 
 
 async def test_requests_that_are_aborted_while_they_wait(server, session, stock):
-    """Of twelve that merge six decode, and six wait with their KV; a pause has all wait without.  One begins later."""
-    bodies = [ask(i, 120, rid=f"mine-{i}") | {"routed_experts_start_len": 15 * (i == 3)} for i in range(12)]
+    """Where six decode ten merge, of which four wait with their KV; a pause has the six wait without.  One asks for the
+    rows from a token on."""
+    bodies = [ask(i, 120, rid=f"mine-{i}") | {"routed_experts_start_len": 15 * (i == 3)} for i in range(10)]
     work = await hold(server, session, bodies, step=20, tp=2)
-    assert server.status()["switches"][-1]["parked"] == 6
+    assert server.status()["switches"][-1]["parked"] == 4
     await session.post(f"{server.url}/pause_generation", json={"mode": "retract"})
     await session.post(f"{server.url}/abort_request", json={"abort_all": True})
     await session.post(f"{server.url}/continue_generation", json={})
     await server.set_schedule(session)
     answers = await asyncio.gather(*work)
-    wanted = await asyncio.to_thread(stock, [ask(i, 120) for i in range(12)])
+    wanted = await asyncio.to_thread(stock, [ask(i, 120) for i in range(10)])
     for i, (answer, want) in enumerate(zip(answers, wanted, strict=True)):
         ids = answer["output_ids"]
         assert answer["meta_info"]["finish_reason"]["type"] == "abort" and ids == want["output_ids"][: len(ids)]
