@@ -18,7 +18,7 @@ SHOWN = 60
 
 Kind = TypeVar("Kind")
 
-_WHERE = re.compile(r" - at `(key in )?\$?(.*)`$")
+_WHERE = re.compile(r" - at `(key in )?\$?(.*)`\Z")
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
 
 

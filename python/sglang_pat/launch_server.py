@@ -10,11 +10,14 @@ of SGLang; ``--help-sglang`` lists all of its flags.
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
 import signal
 import sys
 import warnings
+from typing import Any
 
+from sglang_pat.config import STREAM_VARIABLE
 from sglang_pat.cpu import shim
 from sglang_pat.launch import processes
 from sglang_pat.settings import add_flags
@@ -36,6 +39,8 @@ def main(argv: list[str] | None = None) -> None:
         _serve_streaming(argv)
     elif "--adaptive-tp" in argv:
         _serve_adaptive(argv)
+    elif STREAM_VARIABLE in os.environ:
+        _serve_streaming(argv)
     else:
         _serve_plainly(argv)
 
@@ -61,12 +66,25 @@ def _print_help() -> None:
 
 
 def _serve_streaming(argv: list[str]) -> None:
-    """As plainly, with layers in host memory."""
+    """As plainly, with layers in host memory.  Exits with one line for arguments that cannot be, SGLang's included."""
+    from sglang_pat.errors import format_one_line
     from sglang_pat.judge.plan import CannotStream
     from sglang_pat.judge.refusals import take_flag
 
     try:
-        _serve_plainly(take_flag(argv))
+        rest = take_flag(argv)
+        from sglang.srt import server_args
+
+        prepare = server_args.prepare_server_args
+
+        def prepare_or_refuse(argv: list[str]) -> Any:
+            try:
+                return prepare(argv)
+            except Exception as error:
+                raise CannotStream(format_one_line(error)) from error
+
+        server_args.prepare_server_args = prepare_or_refuse  # SGLang's launcher takes it from its module
+        _serve_plainly(rest)
     except CannotStream as error:
         sys.exit(f"error: {error}")
 

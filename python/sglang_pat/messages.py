@@ -18,6 +18,18 @@ from sglang_pat.policies.lending import Training
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """What policies compute with; more cannot be read."""
 
+ClientName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
+"""What a client calls itself: its rounds and the ranks that it borrows are known by it."""
+
+CLIENT = "default"
+"""A client that does not say its name."""
+
+LEASE_SECONDS = 600.0
+"""Of a client over HTTP that does not say another time.  The tools of agents may take minutes."""
+
+LeaseSeconds = Annotated[float, msgspec.Meta(ge=1, le=86400)]
+"""A day at most."""
+
 
 NO_KV = sys.maxsize
 """As ``recompute_below``: no KV moves, and no memory is needed to move it through."""
@@ -157,6 +169,12 @@ LIMIT_PARAM = "pat_limit"
 """In ``custom_params``: the longest response that policies are to reckon with, where ``max_new_tokens`` would give a
 response's length away (benchmarks with lengths fixed in advance)."""
 
+ROUND_PARAM = "pat_round"
+"""In ``custom_params``: the name of the round, and of its client, that the request belongs to."""
+
+ROUND_MARK = "pat_round"
+"""Attribute of a tokenized request on its way to a rank: the same name; the coordinator sets it."""
+
 INT32 = 2**31 - 1
 
 
@@ -174,6 +192,19 @@ def get_length_limit(params: Any) -> int | None:
 def count_prefix_tokens(params: Any) -> int:
     """Tokens of the response that came with the prompt, from SGLang's ``SamplingParams``; a number of 32 bits."""
     return min(_get_custom_number(params, GENERATED_PARAM) or 0, INT32)
+
+
+def take_round_name(params: Any) -> str:
+    """The round that SGLang's ``SamplingParams`` name, "" if none; they do not name it any more.
+
+    SGLang makes a cycle of references of each request whose ``custom_params`` it gets to see.
+    """
+    custom = cast("dict[str, Any]", params.custom_params or {})
+    name = custom.get(ROUND_PARAM)
+    if name is None:
+        return ""
+    params.custom_params = {key: value for key, value in custom.items() if key != ROUND_PARAM} or None
+    return name
 
 
 def _get_custom_number(params: Any, name: str) -> int | None:
@@ -216,17 +247,20 @@ class BeginRound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         max_new_tokens: of a response at most.
         kind: what the client calls rounds of this kind, which need the same room: a short and a long round of tail
             batching are of two.
+        lease_seconds: the round is over if nothing was heard of it for so long; None: as long as the engine lives, for
+            a client in the engine's process.  Over HTTP there is always a lease.
 
     Raises:
         ValueError: more prompts than requests, or prompts without requests.
     """
 
-    name: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,64}$")] = "default"
+    name: ClientName = CLIENT
     requests: Annotated[int, msgspec.Meta(ge=1, le=MOST_IN_ROUND)] | None = None
     prompts: Annotated[int, msgspec.Meta(ge=1, le=MOST_IN_ROUND)] | None = None
     prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 4096
-    kind: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{0,64}$")] = ""
+    kind: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{0,64}\Z")] = ""
+    lease_seconds: LeaseSeconds | None = None
 
     def __post_init__(self) -> None:
         if self.prompts is not None and self.requests is None:
@@ -244,7 +278,7 @@ class BeginRound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class EndRound(msgspec.Struct, frozen=True, kw_only=True):
     """The round of this name is over; nothing happens if there is none."""
 
-    name: str = "default"
+    name: str = CLIENT
 
 
 class CalibrationTurn(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -371,6 +405,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         retracted: requests put back into the queue for want of KV, since the last report.
         weight_updates: number of weight updates applied.
         requests: the running and the waiting ones.
+        rounds: names of the rounds that they belong to.
         finished: responses that ended since the last report.
         decoded: decode steps since the last report.
     """
@@ -387,6 +422,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     weight_updates: int
     stride: int = 1
     requests: list[Running] = []
+    rounds: list[str] = []
     finished: list[Finished] = []
     kv_totals: dict[int, int] = {}
     decoded: Decoded = Decoded()
@@ -411,18 +447,25 @@ class Reconfigure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 class LendRanks(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Let the first of every ``stride`` ranks work, and lend the others; 1: take all back.  Answered with
-    :class:`ReconfigureReply`."""
+    :class:`ReconfigureReply`.
+
+    ``client``: who asks; ``lease_seconds``: for so long the ranks are its without a word; None: as long as the engine
+    lives.
+    """
 
     query_id: int
     stride: int
+    client: ClientName = CLIENT
+    lease_seconds: float | None = None
 
 
 class LendingQuery(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Whether ranks should be lent now, or taken back.  Answered with :class:`ReconfigureReply`, whose record has the
-    fields of a :class:`~sglang_pat.policies.lending.LendingDecision`."""
+    fields of a :class:`~sglang_pat.policies.lending.LendingDecision`.  ``client``: who asks."""
 
     query_id: int
     training: Training
+    client: ClientName = CLIENT
 
 
 class ReconfigureReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -33,7 +33,7 @@ class Admits(Exception):
 def request(ended: bool) -> SimpleNamespace:
     return SimpleNamespace(
         finished=lambda: ended, req_pool_idx=1 if ended else None, output_ids=[1], origin_input_ids=[1], rid="x",
-        pat_since=0, pat_limit=9, pat_family=1, input_token_logprobs=None,
+        pat_since=0, pat_limit=9, pat_family=1, pat_request=None, input_token_logprobs=None,
     )  # fmt: skip
 
 

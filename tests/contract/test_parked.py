@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
+from sglang_pat.fixes import outputs
 from sglang_pat.switch import requests
 
 pytestmark = pytest.mark.contract
@@ -104,3 +106,24 @@ def test_in_a_pause_nobody_goes_on():
     leave(tree, retracted, [31, 32, 33, 34, 35, 36])
     found, waiting, rows = requests.split_by_kv(scheduler([], [retracted], tree, paused=True))
     assert (found, rows) == ([], []) and waiting == [retracted]
+
+
+def test_who_waits_keeps_its_routed_experts(monkeypatch):
+    """A request that is retracted takes them along; of one that is parked the tree's slots have them; else none are
+    given, not some."""
+    rows = torch.arange(40, dtype=torch.uint8).view(20, 1, 2)
+    capturer = SimpleNamespace(host_cache=SimpleNamespace(buffer=rows))
+    monkeypatch.setattr(outputs, "get_global_experts_capturer", lambda: capturer)
+    monkeypatch.setattr(ScheduleBatch, "release_req", lambda batch, *_: rows.view(-1)[8:].zero_())  # slots are others'
+    outputs.keep_routed_experts()
+    reqs = [
+        SimpleNamespace(return_routed_experts=True, routed_experts_start_len=1, seqlen=4, req_pool_idx=0)
+        for _ in range(3)
+    ]
+    pool = SimpleNamespace(req_to_token=torch.tensor([[5, 6, 7, 0]]))
+    ScheduleBatch.release_req(SimpleNamespace(reqs=reqs[:1], req_to_token_pool=pool), 0, 0, None)
+    for req, slots in zip(reqs, ([], [3, 1, 2], [3, 1]), strict=True):
+        outputs.collect_experts(req, torch.tensor(slots, dtype=torch.int64))
+    assert reqs[0].routed_experts.tolist() == [[[12, 13]], [[14, 15]]]
+    assert reqs[1].routed_experts.tolist() == [[[2, 3]], [[4, 5]]] and reqs[1].routed_experts.dtype == torch.int32
+    assert not hasattr(reqs[2], "routed_experts")

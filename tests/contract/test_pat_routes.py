@@ -96,6 +96,8 @@ def test_bodies_are_bounded(app, path, monkeypatch):
         ({}, None),
         ({"requests": 64, "prompts": 8, "prompt_tokens": 500, "max_new_tokens": 4096, "name": "mine"}, None),
         ({"kind": "long", "prompt_tokens": None}, None),
+        ({"lease_seconds": 60.0}, None),
+        ({"lease_seconds": 0}, "lease_seconds is 0: expected float >= 1"),
         ({"requests": 0}, "requests is 0: expected int >= 1"),
         ({"requests": 10**9}, "requests is 1000000000: expected int <= 65536"),
         ({"requests": 4, "prompts": 5}, "prompts is 5, of 4 requests: give at most as many"),
@@ -103,6 +105,8 @@ def test_bodies_are_bounded(app, path, monkeypatch):
         ({"samples": 4}, "object contains unknown field samples"),
         ({"name": "a b"}, 'name is "a b": expected str matching regex'),
         ({"kind": "a b"}, 'kind is "a b": expected str matching regex'),
+        ({"name": "a\n"}, 'name is "a\\n": expected str matching regex'),
+        ({"kind": "a\n"}, 'kind is "a\\n": expected str matching regex'),
         ([], "expected object, got array"),
         ({"requests": 4, "tp": 3}, "round: tp is gone: the policy chooses the degree in which a round starts"),
     ],
@@ -129,7 +133,7 @@ def test_a_round_is_begun_with_what_can_be(app, monkeypatch, body, line):
     if line is None:
         about = {"weight_updates": 3, "room": 90, "stop_token_ids": [2], "routed_experts": True}
         assert answer.json() == about
-        assert sent == [BeginRound(**body)]
+        assert sent == [BeginRound(**{"lease_seconds": 600.0} | body)]
         assert caller.delete("/pat/round", params={"name": "mine"}).status_code == 200
         assert sent[1:] == [EndRound(name="mine")]
     else:
@@ -148,6 +152,7 @@ def test_a_round_is_begun_with_what_can_be(app, monkeypatch, body, line):
             "complete is 5, of 4 samples: give at most",
         ),
         ({"samples": 4, "complete": 1, "ready": 30, "pace": 1}, "object contains unknown field pace"),
+        ({"client": "a\n"}, 'client is "a\\n": expected str matching regex'),
     ],
     ids=str,
 )
@@ -155,11 +160,39 @@ def test_lending_is_asked_with_what_can_be(app, monkeypatch, body, line):
     from sglang_pat.policies.lending import Training
     from sglang_pat.server import http
 
-    async def decide(training):
-        assert training == Training(**body)
+    async def decide(training, client):
+        assert (training, client) == (Training(**body), "default")
         return {"move": "asked"}
 
     monkeypatch.setattr(http, "_get_manager", lambda: SimpleNamespace(pat_decide_lending=decide))
     answer = client(app).post("/pat/lending", json=body)
     said = answer.json()["error"]["message"] if "error" in answer.json() else answer.json()["move"]
     assert line in said and "\n" not in said and answer.status_code == (200 if line == "asked" else 400)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "asked"),
+    [
+        ("lend_ranks", None, (2, "default", 600.0)),
+        ("lend_ranks", {"stride": 4, "client": "mine", "lease_seconds": 5}, (4, "mine", 5.0)),
+        ("lend_ranks", {"lease_seconds": 0}, "lease_seconds is 0: expected float >= 1"),
+        ("lend_ranks", {"lease_seconds": 1e9}, "expected float <= 86400.0"),
+        ("lend_ranks", {"client": "a\n"}, 'client is "a\\n": expected str matching regex'),
+        ("take_back_ranks", None, (1, "default")),
+        ("take_back_ranks", {"client": "mine"}, (1, "mine")),
+        ("take_back_ranks", {"stride": 1}, "object contains unknown field stride"),
+    ],
+    ids=str,
+)
+def test_ranks_are_lent_to_a_client_for_a_time(app, monkeypatch, path, body, asked):
+    from sglang_pat.server import http
+
+    async def lend(*given):
+        return {"given": given}
+
+    monkeypatch.setattr(http, "_get_manager", lambda: SimpleNamespace(pat_lend_ranks=lend))
+    answer = client(app).post(f"/pat/{path}", json=body) if body else client(app).post(f"/pat/{path}")
+    if isinstance(asked, str):
+        assert answer.status_code == 400 and asked in answer.json()["error"]["message"]
+    else:
+        assert tuple(answer.json()["given"]) == asked

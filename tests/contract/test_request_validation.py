@@ -74,6 +74,8 @@ PARAMETERS = [
     ({"regex": "a" * 2**21}, "regex: 2097152 characters"),
     ({"custom_params": {"pat_limit": True}}, "pat_limit is True"),
     ({"custom_params": {"pat_generated": -1}}, "pat_generated is -1"),
+    ({"custom_params": {"pat_round": "a\n"}}, "pat_round is 'a\\n', must be the name of a round"),
+    ({"custom_params": {"pat_round": 3}}, "pat_round is 3, must be the name of a round"),
     ({"custom_params": nested(60)}, "custom_params: nested"),
     ({"unknown": 1}, "unknown"),
     ({5: 1}, "key"),
@@ -227,6 +229,29 @@ def test_a_rank_looks_through_the_end_of_a_response_only(monkeypatch):
 def test_length_limits_have_32_bits():
     for value, told in ((10**30, 2**31 - 1), (5, 5), (None, 7)):
         assert get_length_limit(SimpleNamespace(custom_params={"pat_limit": value}, max_new_tokens=7)) == told
+
+
+def test_a_request_that_names_its_round_is_reported_under_that_name():
+    """And not to SGLang, which makes a cycle of references of each request with ``custom_params``."""
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    from sglang_pat.coordinator.process import classify
+    from sglang_pat.rank import load_reports
+
+    for custom, name, left in (
+        ({"pat_round": "mine"}, "mine", None),
+        ({"pat_round": "mine", "pat_generated": 1}, "mine", {"pat_generated": 1}),
+        ({"pat_limit": 9}, "", {"pat_limit": 9}),
+        (None, "", None),
+    ):
+        obj = object.__new__(TokenizedGenerateReqInput)
+        obj.rid, obj.input_ids, obj.sampling_params = "a", [1, 2], SamplingParams(custom_params=custom)
+        (work,) = classify(obj)
+        assert (work.round, obj.sampling_params.custom_params) == (name, left)
+        work.mark(name or "guessed")
+        requests = [SimpleNamespace(pat_request=obj)] * 2 + [SimpleNamespace(pat_request=asked)]
+        assert load_reports._list_rounds(requests) == [name or "guessed"]
 
 
 def test_a_resumed_request_is_reported_as_its_response():

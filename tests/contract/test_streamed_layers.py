@@ -294,3 +294,30 @@ def test_a_loader_that_puts_other_tensors_there_is_refused(streams):
     made[1].weight.data = made[1].weight.data.clone()
     with pytest.raises(CannotStream, match="the loader moved the model's weights"):
         streamed.post_init()
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["--stream-layers", "SGLANG_PAT_STREAM_LAYERS"])
+@pytest.mark.parametrize("when", ["arguments are read", "arguments are checked"])
+def test_what_sglang_refuses_is_refused_in_one_line(monkeypatch, way, when):
+    """A model that is not there, a speculative algorithm without a GPU; a number of layers in the variable."""
+    from sglang.srt import server_args
+
+    from sglang_pat import launch_server
+
+    def refuse(*_):
+        raise CannotStream("two lines") if when == "arguments are checked" else AssertionError("two\nlines")
+
+    monkeypatch.setattr(server_args, "prepare_server_args", refuse)
+    run = refuse if when == "arguments are checked" else lambda *_, **__: server_args.prepare_server_args([])
+    monkeypatch.setattr(launch_server.runpy, "run_module", lambda *_, **__: run())
+    monkeypatch.setattr(launch_server.shim, "ensure", lambda **_: None)
+    monkeypatch.setattr("sys.argv", ["launch_server"])
+    monkeypatch.setenv("SGLANG_PAT_STREAM_LAYERS", "5")
+    if way.startswith("--"):
+        monkeypatch.delenv("SGLANG_PAT_STREAM_LAYERS")
+    with pytest.raises(SystemExit) as ended:
+        launch_server.main(["--model-path", "no/such-model"] + ([way, "5"] if way.startswith("--") else []))
+    assert str(ended.value) == "error: two lines"

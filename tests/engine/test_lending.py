@@ -44,6 +44,30 @@ async def test_two_ranks_of_which_one_is_lent(servers, session, llama):
     assert tokens(await asyncio.gather(*work)) == expected
 
 
+async def test_ranks_of_a_client_that_is_silent_come_back_and_of_one_at_work_do_not(servers, session, llama):
+    """The lease is over after a second; requests of the client's own round, which hold meanwhile, renew it."""
+    server = servers.adaptive(llama)
+    expected = tokens(await server.generate_async(BODIES))
+    ask(server, "/pat/round", name="mine", requests=len(BODIES))
+    work = await hold(server, session, BODIES, step=20)
+    ask(server, "/pat/lend_ranks", client="mine", lease_seconds=1)
+    end = asyncio.get_running_loop().time() + 2
+    while asyncio.get_running_loop().time() < end:
+        assert server.status()["lent"] == [1] and server.status()["lease"]["left"] > 0
+        await asyncio.sleep(0.1)
+    assert server.post("/pat/lend_ranks", {"client": "gone"}).status_code == 409
+    ask(server, "/pat/take_back_ranks")
+    ask(server, "/pat/lend_ranks", client="gone", lease_seconds=1)
+    while server.status()["lent"]:
+        await asyncio.sleep(0.1)
+    status = server.status()
+    assert status["lease"] is None and status["switches"][-1]["reason"] == "lease over"
+    assert [group["running"] for group in status["groups"]] == [3, 3]
+    await server.set_schedule(session)
+    assert tokens(await asyncio.gather(*work)) == expected
+    assert (await session.delete(f"{server.url}/pat/round?name=mine")).status == 200
+
+
 @pytest.fixture
 def saving(servers, llama):
     """With a memory saver that loses what it releases."""

@@ -160,6 +160,25 @@ def test_rounds_return_them(server, stock):
     check_idle(server)
 
 
+async def test_requests_that_are_aborted_while_they_wait(server, session, stock):
+    """Where six decode ten merge, of which four wait with their KV; a pause has the six wait without.  One asks for the
+    rows from a token on."""
+    bodies = [ask(i, 120, rid=f"mine-{i}") | {"routed_experts_start_len": 15 * (i == 3)} for i in range(10)]
+    work = await hold(server, session, bodies, step=20, tp=2)
+    assert server.status()["switches"][-1]["parked"] == 4
+    await session.post(f"{server.url}/pause_generation", json={"mode": "retract"})
+    await session.post(f"{server.url}/abort_request", json={"abort_all": True})
+    await session.post(f"{server.url}/continue_generation", json={})
+    await server.set_schedule(session)
+    answers = await asyncio.gather(*work)
+    wanted = await asyncio.to_thread(stock, [ask(i, 120) for i in range(10)])
+    for i, (answer, want) in enumerate(zip(answers, wanted, strict=True)):
+        ids = answer["output_ids"]
+        assert answer["meta_info"]["finish_reason"]["type"] == "abort" and ids == want["output_ids"][: len(ids)]
+        rows = want["meta_info"]["prompt_tokens"] + len(ids) - 1
+        assert (experts_of(answer) == experts_of(want)[15 * (i == 3) : rows]).all() and len(ids) >= 20
+
+
 def test_retracted_requests(servers, model, stock):
     """Little KV, lavishly given out."""
     flags = (FLAG, "--schedule-conservativeness", "0.1")

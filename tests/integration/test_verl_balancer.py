@@ -73,7 +73,7 @@ def test_an_engine_reports_what_it_was_started_with(most, slots):
     from sglang_pat.integrations.verl.replica import AdaptiveServer
 
     rig = Rig(1, 4)
-    rig.coordinator.handle_status_query(m.StatusQuery(query_id=1))
+    rig.coordinator.handle_status_query(m.StatusQuery(query_id=1), 0.0)
 
     async def pat_status() -> dict:
         return rig.world.server[-1].status

@@ -17,10 +17,12 @@ from .coordinator_world import Request, World, control, deliver
 class Rig:
     """A coordinator with its world, and shorthands."""
 
-    def __init__(self, tp: int = 1, dp: int = 2, decide=None, predictor=None, lending=None, **options: Any) -> None:
+    def __init__(
+        self, tp: int = 1, dp: int = 2, decide=None, predictor=None, lending=None, costs=None, **options: Any
+    ) -> None:
         self.config = AdaptiveConfig(base=ParallelLayout(tp, dp), **dict(policy="manual") | options)
         self.world = World(self.config)
-        self.coordinator = Coordinator(self.config, self.world, decide, predictor, lending)
+        self.coordinator = Coordinator(self.config, self.world, decide, predictor, lending, costs)
         self.serial = 0
 
     def work(self, count: int = 1, tokens: int = 1, now: float = 0.0) -> list[int]:

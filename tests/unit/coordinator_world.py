@@ -18,12 +18,13 @@ from sglang_pat.layout import list_destinations, needs_capsules
 from sglang_pat.messages import NO_KV
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class Request:
     """What the server sends; ``serial`` numbers all of them, work and controls, in order of arrival."""
 
     serial: int
     kind: str
+    pat_round: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -228,6 +229,7 @@ class World:
                 stride=self.layout.stride,
                 tokens=10 * running,
                 requests=[m.Running(4, 6, 100, 1)] * len(rank.requests),
+                rounds=list({request.pat_round for request in rank.requests} - {""}),
                 kv_used=0,
                 kv_total=100,
                 retracted=self.retracted,

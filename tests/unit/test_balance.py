@@ -107,7 +107,7 @@ def test_a_prefill_at_the_moment_of_a_look_drives_no_session_away():
 
 
 def status_of(rig: Rig) -> dict:
-    rig.coordinator.handle_status_query(m.StatusQuery(query_id=1))
+    rig.coordinator.handle_status_query(m.StatusQuery(query_id=1), 0.0)
     return rig.world.server[-1].status
 
 

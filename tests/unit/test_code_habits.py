@@ -89,6 +89,20 @@ def test_pure_modules_compute_without_sglang_and_torch():
         assert not rest, f"{name} imports {rest}, which is not among the pure modules"
 
 
+def test_patterns_that_end_a_text_let_no_line_end_through():
+    """``$`` matches before a last line end, too: ``\\Z``, or ``fullmatch``."""
+    found, loose = 0, []
+    for path in modules().values():
+        for call in (node for node in ast.walk(parse(path)) if isinstance(node, ast.Call)):
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+            first = call.args[:1] if name in ("compile", "match", "search", "fullmatch") else []
+            patterns = first + [named.value for named in call.keywords if named.arg == "pattern"]
+            for text in (one.value for one in patterns if isinstance(one, ast.Constant)):
+                found += 1
+                loose += [f"{path.relative_to(ROOT)}:{call.lineno}"] * (isinstance(text, str) and text.endswith("$"))
+    assert found > 8 and not loose
+
+
 def test_files_are_written_by_one_function():
     """``files.write``: whole or not at all.  ``testing/`` makes models, whole folders at once."""
     ways = {"write_text", "write_bytes", "rename", "replace"}

@@ -6,7 +6,7 @@ import pytest
 
 from sglang_pat import messages as m
 from sglang_pat.coordinator.replicas import Generation
-from sglang_pat.coordinator.round_tracker import LEASE_SECONDS
+from sglang_pat.messages import LEASE_SECONDS
 from sglang_pat.policies.snapshot import Decision
 
 from .coordinator_rig import Rig
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.unit
 
 def agents(rig: Rig, turns: int, requests: int = 2) -> None:
     """An announced round of conversations: all wait for their tools at once, so the engine is empty between turns."""
-    rig.coordinator.handle_round(m.BeginRound(requests=requests), 10.0)
+    rig.coordinator.handle_round(m.BeginRound(requests=requests, lease_seconds=LEASE_SECONDS), 10.0)
     for turn in range(turns):
         rig.work(requests, now=20.0 + 10 * turn)
         rig.settle()
@@ -52,6 +52,23 @@ def test_weights_are_updated_in_the_middle_of_a_round():
     rig.coordinator.handle_timer(80.0)
     rig.settle()
     assert [(record.to_tp, record.reason) for record in rig.world.records][1:] == [(1, "control"), (2, "threshold")]
+
+
+def test_a_long_response_keeps_its_round_though_its_client_says_nothing():
+    """And when it has ended, its client has the whole lease for the next turn; reports are of changes only."""
+    rig = Rig(1, 2, policy="threshold", switch_at=4)
+    rig.coordinator.handle_round(m.BeginRound(name="agents", requests=1, lease_seconds=LEASE_SECONDS), 0.0)
+    rig.work(1)
+    rig.settle()
+    rig.finish(0)  # they report once more, after the switch
+    rig.settle()
+    last = 3 * LEASE_SECONDS
+    for now in range(0, int(last) + 1, 100):
+        rig.coordinator.handle_timer(now)
+    rig.finish_all()
+    for now, is_open in ((last + 0.9 * LEASE_SECONDS, True), (last + LEASE_SECONDS, False)):
+        rig.coordinator.handle_timer(now)
+        assert bool(rig.coordinator._decisions.round.open) == is_open
 
 
 def test_a_round_whose_client_is_gone_does_not_hold_the_engine():

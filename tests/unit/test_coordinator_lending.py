@@ -6,7 +6,9 @@ import pytest
 
 from sglang_pat import messages as m
 from sglang_pat.coordinator.replicas import Generation
+from sglang_pat.coordinator.switching import RETRY_SECONDS
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.messages import LEASE_SECONDS
 from sglang_pat.policies.lending import LendingDecision, Move, Training
 from sglang_pat.policies.snapshot import Decision
 
@@ -266,3 +268,146 @@ def test_without_a_profile_nobody_says_when_to_lend():
     assert answer.code == 400 and answer.message == (
         "no policy says when to lend ranks: it needs --pat-policy survival or pat, with a profile (--pat-profile)"
     )
+
+
+# -- leases --------------------------------------------------------------------------------------------------------
+
+
+def borrow(rig: Rig, client: str = "trainer", seconds: float | None = LEASE_SECONDS, now: float = 0.0) -> None:
+    query = m.LendRanks(query_id=50, stride=2, client=client, lease_seconds=seconds)
+    rig.coordinator.lend_ranks(query, now)
+    rig.settle()
+
+
+def pass_time(rig: Rig, until: float, since: float = 0.0) -> None:
+    """A look every 10 s, as the coordinator looks by itself; ranks report once in any case."""
+    rig.finish(0)
+    rig.settle()
+    for now in range(int(since), int(until) + 1, 10):
+        rig.coordinator.handle_timer(now)
+        rig.settle()
+
+
+def begin_round(rig: Rig, name: str, now: float) -> None:
+    rig.coordinator.handle_round(m.BeginRound(name=name, requests=4, lease_seconds=LEASE_SECONDS), now)
+    rig.settle()
+
+
+def test_the_ranks_of_a_client_that_died_come_back_for_the_next_round():
+    rig = Rig(1, 4)
+    borrow(rig)
+    begin_round(rig, "other", LEASE_SECONDS - 1)
+    assert rig.coordinator.layout.lent == [1, 3], "the lease holds"
+    pass_time(rig, LEASE_SECONDS, since=LEASE_SECONDS)
+    assert rig.coordinator.layout.lent == []
+    assert switches(rig)[-1] == (1, 1, [], "lease over")
+    assert sorted(rig.work(4, now=LEASE_SECONDS)) == [0, 1, 2, 3]
+
+
+def test_and_for_a_request_that_no_round_was_announced_for():
+    rig = Rig(1, 4)
+    borrow(rig)
+    pass_time(rig, 2 * LEASE_SECONDS)
+    assert rig.coordinator.layout.lent == [1, 3], "nobody wants them"
+    rig.work(1, now=2 * LEASE_SECONDS)
+    rig.settle()
+    assert rig.coordinator.layout.lent == []
+
+
+def test_requests_of_others_do_not_renew_its_lease():
+    """Neither those of another round, nor those that nobody can attribute, as its own round has all of its own."""
+    rig = Rig(1, 4)
+    rig.coordinator.handle_round(m.BeginRound(name="trainer", requests=1), 0.0)
+    rig.work(1)
+    rig.settle()
+    borrow(rig)
+    rig.finish_all()
+    rig.work(3, now=100.0)
+    rig.settle()
+    pass_time(rig, LEASE_SECONDS + 100)
+    assert rig.coordinator.layout.lent == []
+
+
+@pytest.mark.parametrize("sign", ["asks", "lends again", "cannot take back", "begins a round", "a request", "works"])
+def test_whoever_lends_keeps_its_ranks_as_long_as_it_is_heard_of(sign):
+    rig = Rig(1, 4)
+    rig.coordinator.handle_round(m.BeginRound(name="trainer", requests=2), 0.0)
+    if sign == "works":
+        rig.work(1)
+    borrow(rig)
+    begin_round(rig, "other", 0.0)
+    for now in range(500, 3000, 500):
+        if sign == "asks":
+            rig.coordinator.decide_lending(m.LendingQuery(query_id=7, training=TRAINING, client="trainer"), now)
+        elif sign == "lends again":
+            borrow(rig, now=now)
+        elif sign == "cannot take back":
+            query = m.LendRanks(query_id=9, stride=1, client="trainer")
+            rig.coordinator.lend_ranks(query, now)
+            rig.settle(fate="abort")
+        elif sign == "begins a round":
+            begin_round(rig, "trainer", now)
+        elif sign == "a request":
+            request = Generation(obj=Request(1000 + now, "work"), tokens=1, round="trainer")
+            rig.coordinator.receive(request, now)
+            rig.settle()
+            rig.finish_all()
+        pass_time(rig, now + 490, since=now)
+        assert rig.coordinator.layout.lent == [1, 3]
+    rig.finish_all()
+    pass_time(rig, 4000, since=3000)
+    begin_round(rig, "other", 4000.0)
+    assert rig.coordinator.layout.lent == []
+
+
+def test_the_client_says_how_long_its_lease_is_and_the_program_of_the_engine_needs_none():
+    for seconds, left in ((3600.0, 3500.0), (None, None)):
+        rig = Rig(1, 4)
+        borrow(rig, seconds=seconds)
+        rig.coordinator.handle_status_query(m.StatusQuery(query_id=3), 100.0)
+        lease = {"client": "trainer", "seconds": seconds, "left": left}
+        assert rig.world.server[-1].status["lease"] == lease
+        begin_round(rig, "other", 3500.0)
+        assert rig.coordinator.layout.lent == [1, 3]
+    begin_round(rig, "other", 1e9)
+    assert rig.coordinator.layout.lent == [1, 3]
+
+
+def test_what_could_not_be_lent_has_no_lease():
+    rig = Rig(1, 4)
+    rig.coordinator.lend_ranks(m.LendRanks(query_id=50, stride=2, lease_seconds=5.0), 0.0)
+    rig.settle(fate="abort")
+    assert rig.coordinator._switching._lease is None
+    borrow(rig)
+    lend(rig, stride=1)
+    rig.settle()
+    assert rig.coordinator._switching._lease is None
+
+
+def test_ranks_are_lent_to_one_client():
+    rig = Rig(1, 4)
+    borrow(rig)
+    borrow(rig, client="other", now=10.0)
+    refused = rig.answers()[-1]
+    assert (refused.code, refused.message) == (409, "ranks are lent to trainer; take them back first")
+    borrow(rig, client="other", now=LEASE_SECONDS)
+    rig.coordinator.handle_status_query(m.StatusQuery(query_id=3), LEASE_SECONDS)
+    assert rig.world.server[-1].status["lease"]["client"] == "other"
+
+
+def test_a_trainer_that_still_has_the_memory_keeps_it_and_the_engine_asks_now_and_then():
+    """A rank cannot prepare without its memory."""
+    rig = Rig(1, 4)
+    borrow(rig)
+    begin_round(rig, "other", LEASE_SECONDS - 1)
+    tries = []
+    for now in range(int(LEASE_SECONDS), int(LEASE_SECONDS + 3 * RETRY_SECONDS), 10):
+        before = len(rig.world.records)
+        rig.coordinator.handle_timer(now)
+        rig.settle(fate="abort")
+        tries += [now - LEASE_SECONDS] * (len(rig.world.records) - before)
+    assert tries == [0, RETRY_SECONDS, 2 * RETRY_SECONDS] and rig.coordinator.layout.lent == [1, 3]
+    assert rig.work(2, now=LEASE_SECONDS) == [0, 2], "the others work meanwhile"
+    rig.coordinator.handle_timer(LEASE_SECONDS + 3 * RETRY_SECONDS)
+    rig.settle()
+    assert rig.coordinator.layout.lent == []

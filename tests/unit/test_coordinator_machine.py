@@ -98,13 +98,13 @@ class CoordinatorMachine(RuleBasedStateMachine):
         strides = [1, *list_strides(self.config.layouts)]
         self.lend_with(strides[which % len(strides)])
 
-    @rule(stride=st.sampled_from([0, 1, 2, 3, 4, 8]))
-    def lend_with(self, stride):
+    @rule(stride=st.sampled_from([0, 1, 2, 3, 4, 8]), lease=st.sampled_from([None, 1.0]))
+    def lend_with(self, stride, lease=None):
         query = len(self.queries)
         allowed = stride == 1 or stride in list_strides(self.config.layouts)
         busy, here = self.world.preparing is not None, stride == self.world.known.stride
         self.queries[query] = dict(stride=stride, allowed=allowed, busy=busy, here=here)
-        self.coordinator.lend_ranks(m.LendRanks(query_id=query, stride=stride), self.now)
+        self.coordinator.lend_ranks(m.LendRanks(query_id=query, stride=stride, lease_seconds=lease), self.now)
 
     @rule(name=st.sampled_from("ab"), requests=st.sampled_from([None, 1, 5]), retracted=st.integers(0, 9))
     def round_begins(self, name, requests, retracted):
@@ -118,7 +118,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule()
     def status(self):
-        self.coordinator.handle_status_query(m.StatusQuery(query_id=7))
+        self.coordinator.handle_status_query(m.StatusQuery(query_id=7), self.now)
         reply = self.world.server.pop()
         assert reply.query_id == 7
         known = self.world.known

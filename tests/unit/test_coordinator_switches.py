@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_pat import messages as m
+from sglang_pat.predict.cost import SwitchCost
 
 from .coordinator_rig import Rig, with_a_fast_leader
 from .coordinator_world import Request
@@ -92,8 +93,22 @@ def test_what_a_switch_would_do(tps, max_running, room, parked, lost):
     assert rig.coordinator.layout.tp == tps[0] and len(rig.world.to_leaders) == before, "nothing has happened"
     record = dict(reply.record)
     del record["tokens"]
+    assert record.pop("expected_seconds") is None
+    assert record.pop("why") == "without a profile (--pat-profile) times cannot be predicted"
     expected = {"from_tp": tps[0], "to_tp": tps[1], "requests": 8, "parked": parked, "recomputed_tokens": lost}
     assert record == expected
+
+
+def test_a_dry_run_with_a_profile_says_how_long_a_switch_would_take():
+    class Costs:
+        def estimate(self, from_tp, to_tp, lengths):
+            return SwitchCost(seconds=from_tp + 10 * to_tp + sum(lengths), state_seconds=0.0, recompute_below=0)
+
+    rig = Rig(1, 4, costs=Costs())
+    rig.work(2)
+    rig.settle()
+    rig.coordinator.reconfigure(m.Reconfigure(query_id=5, tp=2, dry_run=True), 0.0)
+    assert rig.answers()[-1].record["expected_seconds"] == 1 + 20 + 2 * 10 and "why" not in rig.answers()[-1].record
 
 
 def test_lost_requests_end_the_engine():

@@ -27,7 +27,7 @@ def update(rig: Rig) -> None:
 
 
 def totals(rig: Rig) -> Figures:
-    rig.coordinator.handle_status_query(m.StatusQuery(query_id=0))
+    rig.coordinator.handle_status_query(m.StatusQuery(query_id=0), 0.0)
     return Figures.from_status(rig.world.server[-1].status)
 
 

@@ -85,7 +85,10 @@ def test_models(config, why, model):
 
 def test_a_dense_model_passes_and_one_that_is_not_here(model):
     check_model(model(num_experts=1, quantization_config=None), 8, "here")
-    check_model("/no/such/folder", 8, "here")
+    check_model("no/such-model", 8, "here")
+    with pytest.raises(CannotStream) as caught:
+        check_model("/no/such/folder", 8, "here")
+    assert str(caught.value) == "--model-path /no/such/folder: no such folder"
 
 
 @pytest.fixture

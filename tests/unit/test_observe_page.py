@@ -41,7 +41,7 @@ def test_metrics():
 
 def test_status():
     rig = Rig(1, 4)
-    rig.coordinator.handle_status_query(m.StatusQuery(query_id=1))
+    rig.coordinator.handle_status_query(m.StatusQuery(query_id=1), 0.0)
     status = rig.world.server[-1].status
     assert named("Status") == set(status) | {"weight_version"}  # which the server adds
     assert named("A replica") == set(status["groups"][0])

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.coordinator.round_tracker import LEASE_SECONDS, MOST_OPEN, PROMPT_TOKENS, RoundTracker
-from sglang_pat.messages import BeginRound, EndRound
+from sglang_pat.coordinator.round_tracker import MOST_OPEN, PROMPT_TOKENS, RoundTracker
+from sglang_pat.messages import LEASE_SECONDS, BeginRound, EndRound
 from sglang_pat.policies.snapshot import Load
 
 from .drawn import examples
@@ -127,7 +127,7 @@ def test_it_goes_on_though_the_engine_is_empty():
     arrivals = told(BeginRound(requests=2))
     come(arrivals, 2)
     arrivals.switches = 1
-    arrivals.update_request_count(0, 5.0)
+    arrivals.update_request_count(0)
     assert (arrivals.came, arrivals.peak, arrivals.switches, arrivals.complete) == (2, 2, 1, True)
     arrivals.update_announced_round(EndRound(name="another"), 6.0)
     assert arrivals.open and arrivals.came == 2
@@ -138,7 +138,7 @@ def test_it_goes_on_though_the_engine_is_empty():
 def test_the_next_one_of_that_name_takes_its_place():
     arrivals = told(BeginRound(requests=5))
     come(arrivals, 2)
-    arrivals.update_request_count(0, 5.0)
+    arrivals.update_request_count(0)
     arrivals.update_announced_round(BeginRound(requests=3), 6.0)
     assert (len(arrivals.open), arrivals.missing, arrivals.came) == (1, 3, 0)
 
@@ -148,18 +148,18 @@ def test_what_it_leaves_in_the_engine_is_not_of_the_next_one():
     arrivals = told(BeginRound(name="a", requests=4, kind="short"), arrivals=RoundTracker((1, 2)))
     come(arrivals, 4)
     arrivals.record_response_end(5.0)
-    arrivals.update_request_count(3, 5.0)
+    arrivals.update_request_count(3)
     arrivals.retracted, arrivals.tokens = 9, 100
     arrivals.update_announced_round(EndRound(name="a"), 6.0)
     assert (arrivals.came, arrivals.retracted) == (0, 0)
     arrivals.update_announced_round(BeginRound(name="b", requests=2, kind="long"), 6.0)
-    arrivals.update_request_count(3, 6.0)
+    arrivals.update_request_count(3)
     assert (arrivals.peak, arrivals.start) == (0, 1) and len(arrivals.predict_round_load(6.0)) == 2
     arrivals.record_arrival(6.0)
-    arrivals.update_request_count(4, 6.0)
+    arrivals.update_request_count(4)
     for here in (3, 1):
         arrivals.record_response_end(6.0)
-        arrivals.update_request_count(here, 6.0)
+        arrivals.update_request_count(here)
     assert (arrivals.came, arrivals.peak, arrivals._left) == (1, 1, 0) and len(arrivals.predict_round_load(6.0)) == 2
     arrivals.record_response_end(7.0)
     assert not len(arrivals.predict_round_load(6.0))
@@ -186,20 +186,61 @@ def test_two_rounds_count_as_one():
 
 
 def test_one_whose_client_is_gone_is_over():
-    arrivals = told(BeginRound(requests=5))
+    arrivals = told(BeginRound(requests=5, lease_seconds=LEASE_SECONDS))
     come(arrivals, 2)
-    arrivals.update_request_count(2, 5 * LEASE_SECONDS)
-    arrivals.record_response_end(5 * LEASE_SECONDS)
-    arrivals.update_request_count(0, 5.9 * LEASE_SECONDS)
-    assert arrivals.open, "a long response has just ended"
-    arrivals.update_request_count(0, 6 * LEASE_SECONDS)
+    arrivals.end_silent_rounds(1.9 + LEASE_SECONDS)
+    assert arrivals.open and arrivals.get_status(LEASE_SECONDS)["open"][0]["lease_left"] == 2.0
+    arrivals.end_silent_rounds(2.0 + LEASE_SECONDS)
     assert not arrivals.open and (arrivals.missing, arrivals.came) == (0, 0)
+    assert arrivals.get_status(LEASE_SECONDS) == {"open": [], "missing": 0, "start": 1}
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["requests say their round", "they do not"])
+@pytest.mark.parametrize("size", [64, None], ids=["of 64", "of unknown size"])
+def test_a_dead_round_beside_a_live_client_ends(named, size):
+    """Requests of the live one, all of which come while the other is open, are not taken for the other's."""
+    arrivals = told(BeginRound(name="dead", requests=size, lease_seconds=LEASE_SECONDS))
+    for now in range(0, int(LEASE_SECONDS), 50):
+        arrivals.update_announced_round(BeginRound(name="live", requests=8, lease_seconds=LEASE_SECONDS), now)
+        for _ in range(8):
+            assert arrivals.record_arrival(now, name="live" if named else "") == "live"
+        assert arrivals.missing == (size or 0) and list(arrivals.open) == ["dead", "live"]
+        for _ in range(3):  # turns of agents
+            assert arrivals.record_arrival(now, sample=False, name="live" if named else "") == "live"
+        arrivals.update_request_count(0)
+        arrivals.update_announced_round(EndRound(name="live"), now + 40)
+        arrivals.end_silent_rounds(now + 40)
+    arrivals.end_silent_rounds(LEASE_SECONDS)
+    assert not arrivals.open and not arrivals.missing
+
+
+def test_requests_that_nobody_can_attribute_renew_nothing():
+    """All samples of the dead round have come; these are of a client that announces nothing, or of another round."""
+    arrivals = told(BeginRound(name="dead", requests=2, lease_seconds=LEASE_SECONDS))
+    come(arrivals, 2)
+    for now in range(10, int(LEASE_SECONDS), 10):
+        assert arrivals.record_arrival(now) == ""
+        assert arrivals.record_arrival(now, name="other") == "other"
+    arrivals.end_silent_rounds(2 + LEASE_SECONDS)
+    assert not arrivals.open
+
+
+def test_a_client_in_the_process_of_the_engine_needs_no_lease():
+    arrivals = told(BeginRound(requests=2))
+    arrivals.end_silent_rounds(1e9)
+    assert arrivals.get_status(1e9)["open"][0]["lease_left"] is None
+
+
+def test_two_clients_that_do_not_name_their_requests_have_all_that_they_announced():
+    arrivals = told(BeginRound(name="a", requests=3), BeginRound(name="b", requests=2))
+    assert [arrivals.record_arrival(1.0) for _ in range(6)] == ["b", "b", "a", "a", "a", ""]
+    assert not arrivals.missing
 
 
 def test_one_of_unknown_size_is_complete_as_if_nobody_had_announced_it():
     arrivals = told(BeginRound(), arrivals=after(3, 3))
     assert come(arrivals, 3) == [False, False, True]
-    arrivals.update_request_count(0, 5.0)
+    arrivals.update_request_count(0)
     assert arrivals.open and arrivals.came == 3
     assert come(told(BeginRound()), 3) == [False] * 3
 

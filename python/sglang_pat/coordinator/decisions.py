@@ -37,7 +37,8 @@ class WantedSwitch:
     """A switch that is to start as soon as nothing stands in its way.
 
     Attributes:
-        reason: who wants it: a policy's name, ``request``, ``control``, ``schedule`` or :data:`CALIBRATION`.
+        reason: who wants it: a policy's name, ``request``, ``control``, ``schedule``, ``lend``, ``take back``,
+            ``lease over`` or :data:`CALIBRATION`.
         query_id: of the client who waits for an answer.
         recompute_below: requests with fewer KV tokens are recomputed.
         ahead: of a round, whose requests wait for it.
@@ -96,16 +97,16 @@ class Decisions:
 
     # -- what has happened ------------------------------------------------------------------------
 
-    def record_arrival(self, request: Generation, now: float) -> None:
-        """A request goes into the engine."""
+    def record_arrival(self, request: Generation, now: float) -> str:
+        """A request goes into the engine; returns the name of its round, "" if nobody can say."""
         if self.calibrating:
-            return
+            return ""
         if not request.counts:  # no part of a round; but it comes to an end before policies take it for what is left
             self.round.last = now
-            return
+            return ""
         # Of n responses SGLang first has the prompt computed alone, which is none of them.
-        self.round.record_arrival(now, sample=request.limit > 0 and not request.generated)
         self._opened = False
+        return self.round.record_arrival(now, sample=request.limit > 0 and not request.generated, name=request.round)
 
     def record_response_end(self, response: m.Finished, now: float) -> None:
         """A response has."""

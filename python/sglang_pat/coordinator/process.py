@@ -41,13 +41,13 @@ from sglang_pat.errors import format_one_line  # noqa: E402
 from sglang_pat.figures import Figures, enable_job_log, job_log  # noqa: E402
 from sglang_pat.launch.processes import end_engine  # noqa: E402
 from sglang_pat.launch.spec import AdaptiveServerArgs  # noqa: E402
-from sglang_pat.messages import count_prefix_tokens, get_length_limit  # noqa: E402
+from sglang_pat.messages import count_prefix_tokens, get_length_limit, take_round_name  # noqa: E402
 from sglang_pat.metrics import SwitchMetrics  # noqa: E402
 from sglang_pat.policies.lending import LendingPolicy, make_lending_policy  # noqa: E402
 from sglang_pat.policies.prompts import LONG_PROMPT  # noqa: E402
 from sglang_pat.policies.registry import make_policy  # noqa: E402
 from sglang_pat.policies.snapshot import Decision, Policy, Snapshot  # noqa: E402
-from sglang_pat.predict.cost import build_predictors  # noqa: E402
+from sglang_pat.predict.cost import SwitchCosts, build_predictors  # noqa: E402
 from sglang_pat.predict.predictor import Predictor  # noqa: E402
 from sglang_pat.predict.profile import Profile, describe_thinness  # noqa: E402
 from sglang_pat.rank.channels import SGLANG  # noqa: E402
@@ -157,7 +157,7 @@ def _decode_rank_message(frames: list[bytes], num_ranks: int) -> tuple[int, Any]
 
 
 FROM_SERVER: dict[type, Callable[[Coordinator, Any, float], None]] = {
-    messages.StatusQuery: lambda coordinator, query, now: coordinator.handle_status_query(query),
+    messages.StatusQuery: lambda coordinator, query, now: coordinator.handle_status_query(query, now),
     messages.Reconfigure: Coordinator.reconfigure,
     messages.LendRanks: Coordinator.lend_ranks,
     messages.LendingQuery: Coordinator.decide_lending,
@@ -214,12 +214,13 @@ def _parse_generation(obj: Any) -> Generation:
     tokens, counts = len(obj.input_ids or ()), HEALTH_CHECK_RID_PREFIX not in (obj.rid or "")
     if not obj.sampling_params:
         return Generation(obj=obj, tokens=tokens, counts=counts)
+    name = take_round_name(obj.sampling_params)
     limit, generated = get_length_limit(obj.sampling_params), min(count_prefix_tokens(obj.sampling_params), tokens)
     prompt = tokens - generated
     # The same number as in load reports (``rank.load_reports``).
     family = zlib.crc32(array("I", obj.input_ids[:prompt])) if prompt >= LONG_PROMPT else None
     known = {} if limit is None else {"limit": limit}
-    return Generation(obj=obj, tokens=tokens, generated=generated, family=family, counts=counts, **known)
+    return Generation(obj=obj, tokens=tokens, generated=generated, family=family, counts=counts, round=name, **known)
 
 
 def _clear_sender(obj: io.BaseReq) -> None:
@@ -248,8 +249,8 @@ def _find_effects(obj: Any) -> dict[str, Any]:
 
 def load_policies(
     config: AdaptiveConfig, profile: Profile | None
-) -> tuple[Policy, Predictor | None, LendingPolicy | None]:
-    """The policy of ``config``, the predictor of the profile, and who says when ranks are lent."""
+) -> tuple[Policy, Predictor | None, LendingPolicy | None, SwitchCosts | None]:
+    """The policy of ``config``, the predictor of the profile, who says when ranks are lent, and what switches cost."""
     predictor = costs = lending = None
     if profile is not None:
         predictor, costs = build_predictors(profile)
@@ -264,7 +265,7 @@ def load_policies(
         costs=costs,
         max_running=config.max_running,
     )
-    return policy, predictor, lending
+    return policy, predictor, lending, costs
 
 
 def run_coordinator(

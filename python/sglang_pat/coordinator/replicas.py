@@ -51,6 +51,7 @@ class Generation:
         family: equal for siblings, as in load reports; None for a prompt that is not long (``policies.prompts``).
         limit: the longest response that policies reckon with, until its leader reports it.
         counts: schedules and decision logs count it; not a health probe, which comes at any time.
+        round: the name of its round, as it says itself; "": it does not say.
     """
 
     obj: Any
@@ -59,6 +60,11 @@ class Generation:
     limit: int = 4096
     generated: int = 0
     counts: bool = True
+    round: str = ""
+
+    def mark(self, name: str) -> None:
+        """Its leader reports that it has a request of this round."""
+        setattr(self.obj, m.ROUND_MARK, name)
 
 
 @dataclass(slots=True)

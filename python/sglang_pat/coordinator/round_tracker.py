@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from sglang_pat.coordinator.leases import Lease, Leases
 from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.policies.rules import SETTLE_SECONDS
 from sglang_pat.policies.snapshot import NO_LOAD, Load
@@ -28,10 +29,6 @@ turn of agents that all finished theirs together."""
 WHOLE = 0.9
 """The requests of a round stand for the next one if at least this share of them was in the engine at once."""
 
-LEASE_SECONDS = 600.0
-"""A round that was announced is over if for so long the engine was empty and nothing came: its client is gone.  The
-tools of agents may take minutes."""
-
 PROMPT_TOKENS = 256
 """Tokens of a prompt, as long as nobody has said or seen any."""
 
@@ -43,11 +40,12 @@ class RoundTracker:
     """What came in this round, and how many came in earlier ones.
 
     A round that nobody announced ends when the engine becomes empty.  One of a single request (health probe, warm-up)
-    does not count.  One that was announced ends when its client says so.  What it has aborted may be seen for a while
-    after that: it counts in no round.
+    does not count.  One that was announced ends when its client says so, or when its lease is over.  What it has
+    aborted may be seen for a while after that: it counts in no round.
 
     Args:
         degrees: in which rounds may start.
+        leases: of the engine's clients.
 
     Attributes:
         open: rounds that were announced and are not over, by name.  Several count as one, with the sum of their
@@ -58,10 +56,12 @@ class RoundTracker:
         retracted: requests put back for want of KV in this round; ``tokens``: generated in it, by responses that ended.
     """
 
-    def __init__(self, degrees: Sequence[int] = (1,)) -> None:
+    def __init__(self, degrees: Sequence[int] = (1,), leases: Leases | None = None) -> None:
+        self.leases = leases or Leases()
         self.open: dict[str, BeginRound] = {}
         self._missing: dict[str, int] = {}
-        """Of each, its requests that have not come; what comes is taken to be of the one that began first."""
+        """Of each, its requests that have not come."""
+        self._held: dict[str, Lease] = {}
         self.peak = 0
         self.last = float("-inf")
         self.came = self.switches = self.retracted = self.tokens = 0
@@ -71,8 +71,6 @@ class RoundTracker:
         """Requests in the engine; those of them that earlier rounds have left there."""
         self._ends = 0
         """Responses of this round that ended."""
-        self._heard = float("-inf")
-        """When something of a round was last heard of."""
         self._ended = False
         """One of them had tokens."""
         self._sizes: deque[int] = deque(maxlen=ROUNDS)
@@ -81,31 +79,46 @@ class RoundTracker:
 
     def update_announced_round(self, message: BeginRound | EndRound, now: float) -> None:
         """A client says that its round begins, or ends."""
-        if self._close(message.name) and not self.open:
-            self._finish_round()
+        self.leases.hear(message.name, now)
+        self._end(message.name)
         if isinstance(message, BeginRound):
             if len(self.open) >= MOST_OPEN:
                 self._close(next(iter(self.open)))
             self.open[message.name] = message
             self._missing[message.name] = message.requests or 0
-            self._heard = now
+            self._held[message.name] = self.leases.begin(message.name, message.lease_seconds, now)
             if not self._here:
                 self._reset_round()
 
+    def end_silent_rounds(self, now: float) -> None:
+        """Those whose clients were not heard of for too long are over."""
+        for name in [name for name, lease in self._held.items() if lease.is_over(now)]:
+            self._end(name)
+
+    def _end(self, name: str) -> None:
+        if self._close(name) and not self.open:
+            self._finish_round()
+
     def _close(self, name: str) -> bool:
         """Whether it was open."""
-        self._missing.pop(name, None)
-        return self.open.pop(name, None) is not None
+        if name not in self.open:
+            return False
+        self.leases.end(self._held.pop(name))
+        del self._missing[name], self.open[name]
+        return True
 
     @property
     def missing(self) -> int:
         """Announced requests that have not come."""
         return sum(self._missing.values())
 
-    def get_status(self) -> dict[str, Any]:
+    def get_status(self, now: float) -> dict[str, Any]:
         """For ``/pat/status``."""
         return {
-            "open": [msgspec.to_builtins(round_) for round_ in self.open.values()],
+            "open": [
+                msgspec.to_builtins(round_) | {"lease_left": self._held[name].get_seconds_left(now)}
+                for name, round_ in self.open.items()
+            ],
             "missing": self.missing,
             "start": self.start,
         }
@@ -158,26 +171,40 @@ class RoundTracker:
         if len(load) >= len(self._seen):  # of the later one more is known: siblings
             self._seen = load
 
-    def record_arrival(self, now: float, sample: bool = True) -> None:
-        """A request goes into the engine; ``sample``: a new one, as were announced."""
-        self.last = self._heard = now
+    def record_arrival(self, now: float, sample: bool = True, name: str = "") -> str:
+        """A request goes into the engine; returns whose round it is of, "" if nobody can say.
+
+        Args:
+            sample: a new one, as were announced.
+            name: of the round, as the request says; "": it does not say.
+        """
+        self.last = now
         if not self.came:
             self._kind, self._began = self._expect_kind(), now
         self.came += 1
-        name = next((name for name, missing in self._missing.items() if missing), None)
-        if name is not None and sample:
+        name = name or self._guess_round(sample)
+        if sample and self._missing.get(name):
             self._missing[name] -= 1
+        self.leases.hear(name, now)
+        return name
+
+    def _guess_round(self, sample: bool) -> str:
+        """Of a request that does not say it: of those that it may be of the one that began last, as an older one may
+        be of a client that is gone.  A round that has all its samples gets no more; "": there is none."""
+        may = [name for name, missing in self._missing.items() if missing] if sample else [*self.open]
+        may = may or [name for name, round_ in self.open.items() if not round_.requests]
+        return may[-1] if may else ""
 
     def record_response_end(self, now: float, sample: bool = True) -> None:
         """A response has; ``sample``: it has tokens."""
-        self._heard = self._last_end = now
+        self._last_end = now
         if self._left:
             self._left -= 1
         else:
             self._ends += 1
             self._ended |= sample
 
-    def update_request_count(self, requests: int, now: float = float("-inf")) -> None:
+    def update_request_count(self, requests: int) -> None:
         """So many are in it now: called after each event, or the end of a round may be missed."""
         self._here = requests
         # What was aborted in a queue goes without a word: no more are left than those that are not of this round.
@@ -185,9 +212,6 @@ class RoundTracker:
         if requests:
             self.peak = max(self.peak, requests - self._left)
             return
-        if self.open and now - self._heard >= LEASE_SECONDS:
-            self.open.clear()
-            self._missing.clear()
         if not self.open or not self.came:
             self._finish_round()
 

@@ -26,6 +26,7 @@ from sglang_pat.figures import Account
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.policies.lending import LendingPolicy
 from sglang_pat.policies.snapshot import Policy
+from sglang_pat.predict.cost import SwitchCosts
 from sglang_pat.predict.predictor import Predictor
 
 
@@ -117,6 +118,7 @@ class Coordinator:
         policy: what ``config.policy`` names; made here if it needs no profile.
         predictor: of the profile that it has, to be corrected by the steps of this run.
         lending: says when ranks are lent; None where the policy does not predict.
+        costs: of switches, by the profile.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class Coordinator:
         policy: Policy | None = None,
         predictor: Predictor | None = None,
         lending: LendingPolicy | None = None,
+        costs: SwitchCosts | None = None,
     ) -> None:
         self.config = config
         self._outbox = outbox
@@ -143,7 +146,7 @@ class Coordinator:
         self._released: frozenset[str] = frozenset()
         self.account = Account([layout.tp for layout in config.layouts])
         self._schedule = Schedule(self._leaders, config.base, outbox, active=config.policy == "schedule")
-        self._switching = Switching(config, self._leaders, outbox, self._decisions, self._schedule, self.account)
+        self._switching = Switching(config, self._leaders, outbox, self._decisions, self._schedule, self.account, costs)
 
     @property
     def layout(self) -> ParallelLayout:
@@ -166,7 +169,7 @@ class Coordinator:
 
     def lend_ranks(self, query: m.LendRanks, now: float) -> None:
         """``POST /pat/lend_ranks`` and ``/pat/take_back_ranks``."""
-        self._switching.lend_ranks(query, self._released)
+        self._switching.lend_ranks(query, self._released, now)
         if self._switching.wanted is not None:
             self._advance(now)
 
@@ -187,13 +190,14 @@ class Coordinator:
         """``GET /pat/schedule``."""
         self._schedule.answer_query(query)
 
-    def handle_status_query(self, query: m.StatusQuery) -> None:
+    def handle_status_query(self, query: m.StatusQuery, now: float) -> None:
         """``GET /pat/status``."""
         leaders = {rank: self._leaders[rank] for rank in self.layout.working}
         groups = [{"leader": r, "ranks": self.layout.group(r), **leader.get_status()} for r, leader in leaders.items()]
         status = {
             "layout": self.layout.as_dict(),
             "lent": self.layout.lent,
+            "lease": self._switching.describe_lease(now),
             "base": self.config.base.as_dict(),
             "candidates": [layout.as_dict() for layout in self.config.layouts],
             "policy": self.config.policy,
@@ -201,7 +205,7 @@ class Coordinator:
             "target": self._switching.under_way.target.as_dict() if self._switching.under_way else None,
             "requests": self._in_engine + self._held_requests,
             "expected_seconds": self._decisions.expected_seconds if self._in_engine else 0.0,
-            "rounds": self._decisions.round.get_status(),
+            "rounds": self._decisions.round.get_status(now),
             "controls": len(self._replies),
             "groups": groups,
             "step_factors": self._decisions.factors.get_factors() if self._decisions.factors else {},
@@ -285,13 +289,18 @@ class Coordinator:
 
     @property
     def _traffic(self) -> Traffic:
-        return Traffic(self._in_engine, self._held_requests, len(self._replies), self._paused, self._released)
+        return Traffic(
+            in_engine=self._in_engine, held=self._held_requests, controls=len(self._replies), paused=self._paused,
+            released=self._released, in_round=bool(self._decisions.round.open),
+        )  # fmt: skip
 
     def _advance(self, now: float) -> None:
         """Handle what can be handled, then see whether a switch is due."""
         # Here, and not where a policy looks: the engine may run empty during a control request, or a switch.
         arrivals = self._decisions.round
-        arrivals.update_request_count(self._in_engine, now)
+        self._renew_leases(now)
+        arrivals.end_silent_rounds(now)
+        arrivals.update_request_count(self._in_engine)
         complete = arrivals.complete
         head = self._backlog[0] if self._backlog else None
         if isinstance(head, Generation) and self._decisions.is_first_of_known_round(head, self.layout, now):
@@ -308,12 +317,19 @@ class Coordinator:
             event = self._backlog.popleft()
             self._held_requests -= isinstance(event, Generation)
             self._dispatch(event, now)
-        arrivals.update_request_count(self._in_engine, now)
+        arrivals.update_request_count(self._in_engine)
         if arrivals.complete > complete:
             self._decisions.decide_soon()  # the last request is what policies wait for
         self._switching.advance(self._traffic, now)
         works = self._in_engine > 0 and not (self._paused or self._decisions.calibrating)
         self.account.record_state(now, self.layout.tp, works)
+
+    def _renew_leases(self, now: float) -> None:
+        """Of clients whose requests are in the engine."""
+        for rank in self.layout.working:
+            report = self._leaders[rank].report
+            for name in report.rounds if report else ():
+                self._decisions.round.leases.hear(name, now)
 
     def _dispatch(self, event: Generation | Control | m.SetSchedule, now: float) -> None:
         if isinstance(event, m.SetSchedule):
@@ -321,7 +337,8 @@ class Coordinator:
             return self._schedule.set(event, self.layout)
         if isinstance(event, Generation):
             self._schedule.record_arrival(event)
-            self._decisions.record_arrival(event, now)
+            if name := self._decisions.record_arrival(event, now):
+                event.mark(name)
             self.account.requests += event.counts and not self._decisions.calibrating
             rank = self._places.choose(event, self.layout, self._leaders, self.history.estimate_mean(event.limit))
             self._leaders[rank].send(event)

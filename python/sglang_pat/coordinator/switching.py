@@ -17,15 +17,22 @@ import msgspec
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.decisions import CALIBRATION, Decisions, WantedSwitch
-from sglang_pat.coordinator.replicas import Leader, Outbox, forecast_switch, is_report_of
+from sglang_pat.coordinator.leases import Lease, Leases
+from sglang_pat.coordinator.replicas import Leader, Outbox, forecast_switch, is_report_of, sum_load
 from sglang_pat.coordinator.schedule import Schedule
 from sglang_pat.figures import Account
 from sglang_pat.layout import ParallelLayout, list_destinations
 from sglang_pat.policies.lending import LendingDecision, Move
+from sglang_pat.predict.cost import SwitchCosts
+from sglang_pat.predict.profile import ProfileError
 
 BASE_ATTEMPTS = 3
 """Attempts to get back to the base layout for a control request before it is answered with the error; after the first
 one no KV moves, for which there may be no memory."""
+
+RETRY_SECONDS = 60.0
+"""Between two attempts to take ranks back whose lease is over: a trainer may still have their memory.  An attempt that
+finds none stops nobody."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,7 @@ class Traffic:
         controls: control requests that are not answered yet.
         paused: by a client.
         released: memory that was given away, by SGLang's tags.
+        in_round: a round that was announced goes on.
     """
 
     in_engine: int
@@ -44,6 +52,7 @@ class Traffic:
     controls: int
     paused: bool
     released: frozenset[str]
+    in_round: bool
 
 
 @dataclass
@@ -81,6 +90,7 @@ class Switching:
     Args:
         leaders: the coordinator's, by rank.
         account: what ended is added to.
+        costs: of switches, by the profile.
 
     Attributes:
         layout: in force.
@@ -96,18 +106,24 @@ class Switching:
         decisions: Decisions,
         schedule: Schedule,
         account: Account,
+        costs: SwitchCosts | None = None,
     ) -> None:
         self.layout = config.base
         self.wanted: WantedSwitch | None = None
         self.under_way: ActiveSwitch | None = None
         self._config, self._leaders, self._outbox = config, leaders, outbox
         self._decisions, self._schedule, self._account = decisions, schedule, account
+        self._costs = costs
         self._epoch = self._base_attempts = 0
         self._given: dict[int, m.MemoryReleased] = {}
         """The last that each rank has said of its memory."""
         self._lending: tuple[int, m.SwitchRecord, set[int]] | None = None
         """The query that has lent ranks and is answered when they have given their memory away: its number, the record
         of its switch, and these ranks."""
+        self._lease: Lease | None = None
+        """Of whoever was lent ranks last; None: of nobody, as those that a schedule lends."""
+        self._last_attempt = float("-inf")
+        """To take back what has no lease any more."""
 
     @property
     def at_base(self) -> bool:
@@ -145,7 +161,7 @@ class Switching:
             return self._reply(query.query_id, 400, str(error))
         if query.dry_run:
             expected = forecast_switch(self._leaders, self.layout, target, self._config.max_running)
-            return self._reply(query.query_id, 200, "", expected)
+            return self._reply(query.query_id, 200, "", expected | self._predict_seconds(target))
         if self.under_way or self.wanted:
             return self._reply(query.query_id, 409, "a switch is under way; try again when it is over")
         if target == self.layout:
@@ -155,8 +171,20 @@ class Switching:
             return self._reply(query.query_id, 409, f"memory is released ({what}); resume it first")
         self.wanted = WantedSwitch(target, CALIBRATION if self._decisions.calibrating else "request", query.query_id)
 
-    def lend_ranks(self, query: m.LendRanks, released: frozenset[str]) -> None:
+    def _predict_seconds(self, target: ParallelLayout) -> dict[str, Any]:
+        """For how long nothing would be decoded."""
+        if self._costs is None:
+            return {"expected_seconds": None, "why": "without a profile (--pat-profile) times cannot be predicted"}
+        load = sum_load(self._leaders, self.layout.working)
+        try:
+            cost = self._costs.estimate(self.layout.tp, target.tp, load.prompt + load.output)
+        except ProfileError as error:
+            return {"expected_seconds": None, "why": str(error)}
+        return {"expected_seconds": cost.seconds}
+
+    def lend_ranks(self, query: m.LendRanks, released: frozenset[str], now: float) -> None:
         """``POST /pat/lend_ranks`` and ``/pat/take_back_ranks``: answered when the switch is over, or at once."""
+        self._leases.hear(query.client, now)
         try:
             if query.stride != 1:
                 self._config.check_stride(query.stride)
@@ -164,11 +192,17 @@ class Switching:
             return self._reply(query.query_id, 400, str(error))
         if self.under_way or self.wanted or self._decisions.calibrating:
             return self._reply(query.query_id, 409, "a switch is under way; try again when it is over")
-        if query.stride == self.layout.stride:
-            return self._reply(query.query_id, 200, f"already in {self.layout}")
-        if released:
+        holder = self._lease if self.lends else None
+        if query.stride > 1 and holder is not None and holder.client != query.client and not holder.is_over(now):
+            return self._reply(query.query_id, 409, f"ranks are lent to {holder.client}; take them back first")
+        if query.stride != self.layout.stride and released:
             what = ", ".join(sorted(released))
             return self._reply(query.query_id, 409, f"memory is released ({what}); resume it first")
+        if query.stride > 1:
+            self._end_lease()
+            self._lease = self._leases.begin(query.client, query.lease_seconds, now)
+        if query.stride == self.layout.stride:
+            return self._reply(query.query_id, 200, f"already in {self.layout}")
         reason = "lend" if query.stride > self.layout.stride else "take back"
         self.wanted = WantedSwitch(self._choose_lent(query.stride), reason, query.query_id)
 
@@ -178,6 +212,7 @@ class Switching:
         Args:
             requests: in the engine and in the backlog.
         """
+        self._leases.hear(query.client, now)
         if self._decisions.lending is None:
             what = "it needs --pat-policy survival or pat, with a profile (--pat-profile)"
             return self._reply(query.query_id, 400, f"no policy says when to lend ranks: {what}")
@@ -186,6 +221,32 @@ class Switching:
         else:
             decision = self._decisions.decide_lending(self.layout, requests, query.training, now)
         self._reply(query.query_id, 200, "", asdict(decision))
+
+    def describe_lease(self, now: float) -> dict[str, Any] | None:
+        """For ``/pat/status``: of the ranks that are lent now."""
+        if self._lease is None or self.layout.stride == 1:
+            return None
+        left = self._lease.get_seconds_left(now)
+        return {"client": self._lease.client, "seconds": self._lease.seconds, "left": left}
+
+    @property
+    def _leases(self) -> Leases:
+        return self._decisions.round.leases
+
+    def _end_lease(self) -> None:
+        if self._lease is not None:
+            self._leases.end(self._lease)
+            self._lease = None
+
+    def _take_back_from_silent(self, traffic: Traffic, now: float) -> None:
+        """Want ranks back whose lease is over, if there is work: it is of others, as that of whoever holds the lease
+        would have renewed it."""
+        if self._lease is None or not (self.lends and self._lease.is_over(now)) or self.wanted:
+            return
+        works = traffic.in_engine or traffic.held or traffic.in_round
+        if works and not (traffic.paused or traffic.released) and now >= self._last_attempt + RETRY_SECONDS:
+            self._last_attempt = now
+            self.wanted = WantedSwitch(self._choose_lent(1), "lease over")
 
     def _choose_lent(self, stride: int) -> ParallelLayout:
         """The layout with this stride, of the degree in force, or the highest one for which enough ranks are left."""
@@ -218,6 +279,7 @@ class Switching:
 
     def advance(self, traffic: Traffic, now: float) -> None:
         """See whether a switch is due, begin the one that is wanted, or command the one that is prepared."""
+        self._take_back_from_silent(traffic, now)
         self.decide(traffic, now)
         if self._schedule.active:
             self._follow_schedule(traffic)
@@ -368,6 +430,8 @@ class Switching:
             if switch.wanted.reason != "control":  # for which it is wanted again
                 self.wanted = switch.wanted
             return ""  # the first of two steps
+        if self.layout.stride == 1:
+            self._end_lease()
         if record.reason == "schedule":
             self._schedule.complete_entry(record)
         query_id, newly_lent = switch.wanted.query_id, set(switch.target.lent) - set(switch.source.lent)

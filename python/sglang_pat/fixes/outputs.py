@@ -5,7 +5,7 @@ server or a rank ends.
 
 Upstream: https://github.com/sgl-project/sglang/issues/34719 (logprobs of given tokens),
 ``docs/upstream/hidden_states.md``, ``docs/upstream/scores_without_tokens.md``,
-``docs/upstream/aborted_while_waiting.md``
+``docs/upstream/aborted_while_waiting.md``, ``docs/upstream/experts_of_waiting.md``
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
 from sglang_pat.rank import degrees
 
@@ -51,6 +54,48 @@ def abort(abort: AbortReq, req: Req) -> None:
     req.finished_reason = FINISH_ABORT(message, status)
     req.time_stats.set_completion_time()
     degrees.end(req)
+
+
+def keep_routed_experts() -> None:
+    """Let requests that are retracted take the experts of their tokens along: SGLang forgets them with their KV, and
+    when such a request is aborted before it has KV again, its answer has none."""
+    release = ScheduleBatch.release_req
+    if hasattr(release, "pat_mended"):
+        return
+
+    def release_req(batch: ScheduleBatch, idx: int, remaing_req_count: int, server_args: ServerArgs) -> None:
+        req = batch.reqs[idx]
+        kept = _read_experts(req, batch.req_to_token_pool)
+        release(batch, idx, remaing_req_count, server_args)
+        req.pat_experts = kept
+
+    release_req.pat_mended = True
+    ScheduleBatch.release_req = release_req
+
+
+def _read_experts(req: Req, pool: ReqToTokenPool) -> torch.Tensor | None:
+    """``[tokens - 1, layers, experts per token]`` of those that the client asked for, as the table has them; None if it
+    asked for none."""
+    if not req.return_routed_experts or (capturer := get_global_experts_capturer()) is None:
+        return None
+    start = min(req.routed_experts_start_len, req.seqlen - 1)
+    return capturer.host_cache.buffer[pool.req_to_token[req.req_pool_idx][start : req.seqlen - 1].cpu()]
+
+
+def collect_experts(req: Req, slots: torch.Tensor) -> None:
+    """The experts of the tokens of ``req``, which asks for them, waits and is aborted; none if some are not known.
+
+    Args:
+        slots: of its KV, which may wait in the radix tree, ``[tokens]``.
+    """
+    if (capturer := get_global_experts_capturer()) is None:
+        return
+    start = min(req.routed_experts_start_len, req.seqlen - 1)
+    rows = getattr(req, "pat_experts", None)
+    if rows is None and len(slots) == req.seqlen - 1:
+        rows = capturer.host_cache.buffer[slots[start:].cpu()]
+    if rows is not None and len(rows) == req.seqlen - 1 - start:
+        req.routed_experts = rows.int()  # as clients read it
 
 
 class OwnRows:

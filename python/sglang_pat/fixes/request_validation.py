@@ -32,7 +32,7 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang_pat.dropped import Dropped, IsolatingDispatcher
 from sglang_pat.fixes.pauses import PausingTokenizerManager
 from sglang_pat.fixes.stop_patterns import LONGEST_TEXT, MAX_OTHERS, check_patterns
-from sglang_pat.messages import GENERATED_PARAM, LIMIT_PARAM
+from sglang_pat.messages import GENERATED_PARAM, LIMIT_PARAM, ROUND_PARAM, ClientName
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +148,14 @@ def _check_custom_params(value: dict[str, Any] | None) -> None:
     for name, least in ((LIMIT_PARAM, 1), (GENERATED_PARAM, 0)):
         if (given := (value or {}).get(name)) is not None:
             check_whole(f"sampling_params.custom_params.{name}", given, least)
+    if (given := (value or {}).get(ROUND_PARAM)) is not None:
+        try:
+            msgspec.convert(given, ClientName)
+        except msgspec.ValidationError:
+            raise ValueError(
+                f"sampling_params.custom_params.{ROUND_PARAM} is {_shorten(given)}, must be the name of a round: "
+                "1 to 64 letters, digits, _ or -"
+            ) from None
 
 
 def _measure_depth(value: Any) -> int:

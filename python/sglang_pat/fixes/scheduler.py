@@ -39,6 +39,7 @@ class MendedScheduler(Scheduler):
         float32.force_float32(args)
         penalties.fix_order()
         stop_patterns.install_bounded_tail()
+        outputs.keep_routed_experts()
         super().__init__(**kwargs)
 
     # -- messages that cannot be read or handled (docs/upstream/one_bad_message.md) ---------------------
@@ -146,6 +147,8 @@ class MendedScheduler(Scheduler):
         """``req``, which waits with tokens, is aborted: all of them go to the client, as of one that runs
         (docs/upstream/aborted_while_waiting.md)."""
         outputs.abort(abort, req)
+        if req.return_routed_experts:  # docs/upstream/experts_of_waiting.md
+            outputs.collect_experts(req, requests.find_kv_in_tree(self, req))
         self.stream_output([req], req.return_logprob)
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
@@ -158,6 +161,8 @@ class MendedScheduler(Scheduler):
         if batch is not None and any(req.output_ids for req in batch.reqs):
             # SGLang's penalties start from zero after a retraction (docs/upstream/penalties.md).
             batch.sampling_info = penalties.make_sampling_info(batch, decode=False)
+            for req in batch.reqs:
+                req.pat_experts = None  # its KV has them again
         return batch
 
     # -- steps of requests that ask for different things -----------------------------------------------

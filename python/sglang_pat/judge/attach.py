@@ -16,7 +16,8 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat.config import STREAM_VARIABLE
-from sglang_pat.judge.plan import JudgeMemory, order_layers, parse_count
+from sglang_pat.errors import format_one_line
+from sglang_pat.judge.plan import CannotStream, JudgeMemory, order_layers, parse_count
 from sglang_pat.judge.refusals import refuse_arguments
 from sglang_pat.memory.machine import GIB
 from sglang_pat.memory.shapes import ModelShape, read_config
@@ -60,7 +61,10 @@ def attach() -> None:
         # SGLang's graphs for prefill are compiled pieces of the model, without the hooks that order the copies.
         args.disable_piecewise_cuda_graph = True
         args.sleep_on_idle = True  # the actor needs the CPU; and an idle judge looks at its memory once a second
-        check(args)
+        try:
+            check(args)
+        except (AssertionError, ValueError) as error:
+            raise CannotStream(format_one_line(error)) from error
 
     ServerArgs.check_server_args = functools.wraps(check)(check_and_adapt)
     model_runner.create_offloader_from_server_args = make_offloader

@@ -67,7 +67,9 @@ def check_model(model: str, count: int | None, where: str) -> None:
     """
     try:
         config = read_config(model)
-    except ValueError:
+    except ValueError as error:
+        if os.path.isabs(model):
+            raise CannotStream(str(error)) from None
         return  # whoever loads it says what is wrong with it
     name = (config.get("architectures") or ["?"])[0]
     if why := _find_reason_against(config):
@@ -96,4 +98,5 @@ def refuse_arguments(args: ServerArgs) -> None:
         if value not in allowed:
             given = "--" + field.replace("_", "-") + ("" if value is True else f" {value}")
             raise CannotStream(f"{FLAG} does not support {given}: {advice}")
-    check_model(args.model_path, parse_count(os.environ[STREAM_VARIABLE], STREAM_VARIABLE), FLAG)
+    # Of a command line the flag was checked by `take_flag`.
+    check_model(args.model_path, parse_count(os.environ[STREAM_VARIABLE], STREAM_VARIABLE), STREAM_VARIABLE)

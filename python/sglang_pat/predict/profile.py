@@ -35,7 +35,7 @@ Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
 """Of a request."""
 Size = Annotated[int, Meta(ge=0, le=1 << 50)]
 """Of bytes, and of the tokens of many requests."""
-Name = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=500)]
+Name = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]*\Z", max_length=500)]
 """One line."""
 Samples = Annotated[tuple[Time, ...], Meta(max_length=10_000)]
 MOST_POINTS = 4096

@@ -12,6 +12,7 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req, ScheduleBatch
 
 from sglang_pat.messages import (
+    ROUND_MARK,
     Decoded,
     Finished,
     LoadReport,
@@ -140,6 +141,7 @@ class LoadReporter:
                 retracted=self.retracted,
                 weight_updates=scheduler.layouts.weight_version,
                 requests=[_describe_request(req) for req in listed],
+                rounds=_list_rounds(listed),
                 finished=self._finished,
                 kv_totals=scheduler.layouts.kv_totals,
                 decoded=_sum_steps(self._decoded),
@@ -154,6 +156,11 @@ def _sum_steps(steps: list[Step]) -> Decoded:
         return Decoded()
     seconds = len(steps) * median(step.seconds for step in steps)
     return Decoded(len(steps), seconds, sum(step.requests for step in steps), sum(step.tokens for step in steps))
+
+
+def _list_rounds(reqs: list[Req]) -> list[str]:
+    """Each once."""
+    return sorted({name for req in reqs if (name := getattr(req.pat_request, ROUND_MARK, ""))})
 
 
 def _describe_request(req: Req) -> Running:

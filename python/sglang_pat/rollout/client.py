@@ -15,7 +15,7 @@ import msgspec
 from sglang_pat.messages import BeginRound
 from sglang_pat.rollout.loop import EngineLoop
 from sglang_pat.rollout.records import Output
-from sglang_pat.rollout.requests import make_output
+from sglang_pat.rollout.requests import make_output, name_round
 from sglang_pat.rollout.rounds import RolloutCalls, RolloutRound
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class HttpBackend:
             ValueError: the server refuses it; its own line.
             ConnectionError: it is gone, or does not answer any more.
         """
-        call = self._calls[rid] = _Call(prompt, params)
+        call = self._calls[rid] = _Call(prompt, name_round(params, self._name))
         if not self._new:
             asyncio.get_running_loop().call_soon(self._send)
         self._new.append(rid)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sglang_pat.messages import GENERATED_PARAM, BeginRound
+from sglang_pat.messages import GENERATED_PARAM, ROUND_PARAM, BeginRound
 from sglang_pat.rollout.records import Output, SampleId, Span
 from sglang_pat.rollout.turns import Turns, make_turn
 
@@ -186,6 +186,11 @@ def limit_params(params: dict[str, Any], sample: SampleId, prefix: Output | None
     if params.get("sampling_seed") is not None:
         params["sampling_seed"] += sample.number
     return params
+
+
+def name_round(params: dict[str, Any], name: str) -> dict[str, Any]:
+    """Sampling parameters of a request that says which round it is of, so that it renews this round's lease."""
+    return params | {"custom_params": {**(params.get("custom_params") or {}), ROUND_PARAM: name}}
 
 
 def extend_prompt(prompt: dict[str, Any], prefix: Output | None) -> dict[str, Any]:

@@ -213,6 +213,7 @@ class Engine(EngineRollouts, AdaptiveEngine):
         if it is so already), whose ``lent`` names them.
 
         Their requests go on at the rank before them.  The others still change their degree, up to N / ``stride``.
+        They have no lease, as they would have over HTTP: the engine ends with this process.
 
         Raises:
             ReconfigureError: not with this stride (400), a switch is under way or memory is released (409), or aborted

@@ -24,7 +24,7 @@ from sglang_pat.launch.contract import SGLangMismatch
 from sglang_pat.launch.processes import NotStarted
 from sglang_pat.launch.refusals import check_port
 from sglang_pat.launch.spec import AdaptiveServerArgs, prepare_start
-from sglang_pat.messages import BeginRound, EndRound
+from sglang_pat.messages import CLIENT, LEASE_SECONDS, BeginRound, ClientName, EndRound, LeaseSeconds
 from sglang_pat.policies.lending import Training
 from sglang_pat.server.engine import AdaptiveEngine
 from sglang_pat.server.rollout import describe_engine
@@ -47,10 +47,14 @@ class _LendRanks(msgspec.Struct, forbid_unknown_fields=True):
     """The body of ``POST /pat/lend_ranks``."""
 
     stride: Annotated[int, msgspec.Meta(ge=2)] = 2
+    client: ClientName = CLIENT
+    lease_seconds: LeaseSeconds = LEASE_SECONDS
 
 
 class _TakeBackRanks(msgspec.Struct, forbid_unknown_fields=True):
     """The body of ``POST /pat/take_back_ranks``: all of them."""
+
+    client: ClientName = CLIENT
 
 
 class _Parser(argparse.ArgumentParser):
@@ -191,7 +195,8 @@ async def reconfigure(request: Request) -> dict:
     """``{"tp": 2}``: switch to degree 2 now; 200 with the switch record when it is over.
 
     With ``"dry_run": true`` it only says what that would do to the requests that are alive: how many go over, with how
-    many KV tokens, how many would have to wait for a decode slot, and how many tokens would find no room.
+    many KV tokens, how many would have to wait for a decode slot, and how many tokens would find no room; and, with a
+    profile, for how long nothing would be decoded (``expected_seconds``).
 
     400: not a body like that, or not a candidate; 409: a switch is under way; 500: aborted, the old
     layout goes on.
@@ -206,36 +211,41 @@ async def reconfigure(request: Request) -> dict:
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 @_answer_refusals
 async def lend_ranks(request: Request) -> dict:
-    """``{"stride": 2}``, or no body: the first of every two ranks goes on, the others are lent; 200 with the record of
-    the switch, whose ``lent`` names them.
+    """``{"stride": 2, "client": "mine", "lease_seconds": 600}``, or no body: the first of every two ranks goes on, the
+    others are lent; 200 with the record of the switch, whose ``lent`` names them.
 
-    400: not a body like that, or not with this stride; 409: a switch is under way, or memory is released; 500: aborted,
-    nothing is lent.
+    Others may have them back when nothing was heard of the client for ``lease_seconds``.
+
+    400: not a body like that, or not with this stride; 409: a switch is under way, memory is released, or they are lent
+    to another client; 500: aborted, nothing is lent.
     """
     asked = files.decode(await _read_body(request) or b"{}", _LendRanks)
-    return await _get_manager().pat_lend_ranks(asked.stride)
+    return await _get_manager().pat_lend_ranks(asked.stride, asked.client, asked.lease_seconds)
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 @_answer_refusals
 async def take_back_ranks(request: Request) -> dict:
-    """All ranks go on; 200 with the record of the switch, ``{}`` if none is lent.
+    """``{"client": "mine"}``, or no body: all ranks go on, whoever has them; 200 with the record of the switch, ``{}``
+    if none is lent.
 
-    400: a body with anything in it; 409, 500: as for lending.
+    400: a body with anything else in it; 409, 500: as for lending.
     """
-    files.decode(await _read_body(request) or b"{}", _TakeBackRanks)
-    return await _get_manager().pat_lend_ranks(1)
+    asked = files.decode(await _read_body(request) or b"{}", _TakeBackRanks)
+    return await _get_manager().pat_lend_ranks(1, asked.client)
 
 
 @_answer_refusals
 async def decide_lending(request: Request) -> dict:
     """``{"samples": 1024, "complete": 312, "ready": 210000, "seconds_per_token": 4e-5}``, fields of
     :class:`~sglang_pat.policies.lending.Training`: whether ranks should be lent now, or taken back (``move``), and why.
+    ``client``: who asks, whose lease it renews.
 
     400: not a body like that, or the engine's policy does not predict.
     """
-    training = files.decode(await _read_body(request), Training)
-    return await _get_manager().pat_decide_lending(training)
+    values = files.decode(await _read_body(request), dict[str, Any])
+    client = files.convert({"client": values.pop("client", CLIENT)}, _TakeBackRanks).client
+    return await _get_manager().pat_decide_lending(files.convert(values, Training), client)
 
 
 @_answer_refusals
@@ -248,7 +258,10 @@ async def begin_round(request: Request) -> dict:
     """
     values = files.decode(await _read_body(request), dict[str, Any])
     removed.refuse_fields("round", values)
-    _get_manager().pat_send_round(files.convert(values, BeginRound))
+    begun = files.convert({"lease_seconds": LEASE_SECONDS} | values, BeginRound)
+    if begun.lease_seconds is None:
+        begun = msgspec.structs.replace(begun, lease_seconds=LEASE_SECONDS)
+    _get_manager().pat_send_round(begun)
     return describe_engine(_get_manager())
 
 

@@ -11,7 +11,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.rollout.loop import EngineLoop
 from sglang_pat.rollout.records import Output
-from sglang_pat.rollout.requests import make_output
+from sglang_pat.rollout.requests import make_output, name_round
 from sglang_pat.rollout.rounds import RolloutCalls, RolloutRound
 
 
@@ -45,8 +45,10 @@ class ManagerBackend:
     def __init__(self, manager: Any) -> None:
         self._manager = manager
         self._stop_tokens = stop_tokens(manager)
+        self._name = ""
 
     async def begin_round(self, begun: BeginRound) -> None:
+        self._name = begun.name
         self._manager.pat_send_round(begun)
 
     async def end_round(self, name: str) -> None:
@@ -57,7 +59,7 @@ class ManagerBackend:
 
     async def generate(self, rid: str, prompt: dict[str, Any], params: dict[str, Any]) -> Output:
         request = GenerateReqInput(
-            rid=rid, **prompt, sampling_params=dict(params), return_logprob=True,
+            rid=rid, **prompt, sampling_params=name_round(params, self._name), return_logprob=True,
             return_routed_experts=self._manager.server_args.enable_return_routed_experts,
         )  # fmt: skip
         answer = await anext(self._manager.generate_request(request, None))

@@ -181,24 +181,28 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
             raise ReconfigureError(reply.code, reply.message)
         return reply.record or {}
 
-    async def pat_lend_ranks(self, stride: int) -> dict[str, Any]:
+    async def pat_lend_ranks(
+        self, stride: int, client: str = messages.CLIENT, lease_seconds: float | None = None
+    ) -> dict[str, Any]:
         """As ``Engine.lend_ranks``; 1: as ``Engine.take_back_ranks``.
+
+        Without ``lease_seconds`` the lease does not end: the client is this process, with which the engine ends.
 
         Raises:
             ReconfigureError: not with this stride (400), not now (409), aborted (500).
         """
-        reply = await self._pat_ask(messages.LendRanks, stride=stride)
+        reply = await self._pat_ask(messages.LendRanks, stride=stride, client=client, lease_seconds=lease_seconds)
         if reply.code != 200:
             raise ReconfigureError(reply.code, reply.message)
         return reply.record or {}
 
-    async def pat_decide_lending(self, training: Training) -> dict[str, Any]:
+    async def pat_decide_lending(self, training: Training, client: str = messages.CLIENT) -> dict[str, Any]:
         """As ``Engine.decide_lending``.
 
         Raises:
             ReconfigureError: the engine has no policy for it (400).
         """
-        reply = await self._pat_ask(messages.LendingQuery, training=training)
+        reply = await self._pat_ask(messages.LendingQuery, training=training, client=client)
         if reply.code != 200:
             raise ReconfigureError(reply.code, reply.message)
         return reply.record or {}

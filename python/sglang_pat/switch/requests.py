@@ -125,14 +125,21 @@ def _list_parked(scheduler: SwitchingScheduler) -> list[tuple[Req, torch.Tensor]
     waiting += [req for req in scheduler.waiting_queue if req.extend_batch_idx and not req.output_ids]
     found: list[tuple[Req, torch.Tensor]] = []
     for req in waiting:
-        key = RadixKey((req.origin_input_ids + req.output_ids)[:-1], req.extra_key)
-        slots = tree.match_prefix(MatchPrefixParams(key=key)).device_indices
-        if len(slots):
+        if len(slots := find_kv_in_tree(scheduler, req)):
             found.append((req, slots))
     if chunked is not None:
         table = scheduler.req_to_token_pool.req_to_token
         found.append((chunked, table[chunked.req_pool_idx, : chunked.kv_committed_len]))
     return found
+
+
+def find_kv_in_tree(scheduler: SwitchingScheduler, req: Req) -> torch.Tensor:
+    """Slots of the first tokens of ``req`` that the radix tree has, of all but its last one, ``[tokens]``."""
+    tree = scheduler.tree_cache
+    if tree.is_chunk_cache() or tree.disable:
+        return torch.empty(0, dtype=torch.int64)
+    key = RadixKey((req.origin_input_ids + req.output_ids)[:-1], req.extra_key)
+    return tree.match_prefix(MatchPrefixParams(key=key)).device_indices
 
 
 def read_kv_rows(scheduler: SwitchingScheduler, decoding: list[Req], parked: list[torch.Tensor]) -> list[np.ndarray]:
