@@ -5,7 +5,9 @@ was never loaded, at a place where the engine does not look.  Its requests would
 first token after a switch on.  So every layout prefills the same made-up prompts and decodes one more token of each, by
 the steps that real requests take, and its logits are compared with those of the base layout.
 
-A rank compares its own: nothing is sent but what the steps send.
+A rank compares its own: nothing is sent but what the steps send.  What counts is the mean over the tokens.  A mixture
+of experts in bfloat16 is another matter: some of its tokens may be given another expert, and be far off.  There a
+quarter of the tokens must be close; a wrong layer is wrong for all.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -31,14 +34,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROMPTS = 8
+PROMPTS = 16
 """In one batch at most."""
 SHORTEST = 4
 """Tokens of the first prompt; each other one has one more than the one before."""
 STEPS = ("prefill", "decode")
 
-ALLOWED = {torch.float32: 0.02, torch.bfloat16: 0.3, torch.float16: 0.3}
-"""By dtype: how far the logits of a right layout may be, as :func:`measure_distance` counts (docs/architecture.md)."""
+ALLOWED = {torch.float32: 0.02, torch.bfloat16: 0.25, torch.float16: 0.25}
+"""By dtype: how far the logits of a right layout may be, as :func:`measure_distances` counts (docs/architecture.md)."""
 
 DUMMY_STD = 2.0**-10 / 3**0.5
 """About what SGLang's dummy weights spread: they are uniform between -0.001 and 0.001."""
@@ -54,17 +57,20 @@ def check_outputs(scheduler: SwitchingScheduler) -> None:
     """
     begun = time.perf_counter()
     base, *others = scheduler.adaptive.layouts
+    model, dtype = scheduler.layouts.base.model, scheduler.layouts.runner.dtype
     dummy = scheduler.server_args.load_format == "dummy"
-    with torch.no_grad(), _enlarge(scheduler.layouts.base.model if dummy else None):
+    flips = dtype != torch.float32 and any(isinstance(module, FusedMoE) for module in model.modules())
+    with torch.no_grad(), _enlarge(model if dummy else None):
         expected = _compute_logits(scheduler, base)
-        allowed, told, held = ALLOWED[scheduler.layouts.runner.dtype], [], base
+        allowed, told, held = ALLOWED[dtype], [], base
         for layout in others:
             if scheduler.layouts.resharding:
                 scheduler.layouts.reshard(held, layout)
                 held = layout
             logits = _compute_logits(scheduler, layout)
             for step, ours, theirs in zip(STEPS, logits, expected, strict=True):
-                off = measure_distance(ours, theirs)
+                distances = measure_distances(ours, theirs)
+                off = (distances.quantile(0.25) if flips else distances.mean()).item()
                 told.append(f"tp{layout.tp} {step} {off:.2g}")
                 if not off <= allowed:
                     raise Unsupported(
@@ -79,19 +85,19 @@ def check_outputs(scheduler: SwitchingScheduler) -> None:
         logger.info("all layouts compute the same within rounding (%s), checked in %.2f s", ", ".join(told), seconds)
 
 
-def measure_distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """How far ``logits`` are from ``expected``, both ``[tokens, vocabulary]``: the root mean square of the difference,
-    in units of the spread of ``expected``; mean over the tokens.
+def measure_distances(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """How far ``logits`` are from ``expected``, both ``[tokens, vocabulary]``: the root mean square of the difference
+    in units of the spread of ``expected``, ``[tokens]``.
 
     0 where both are the same; about 1.4 where they have nothing to do with each other.  Relative, as logits of random
-    weights may all be nearly the same.  The mean, as a mixture of experts may choose another expert for some tokens.
+    weights may all be nearly the same.
     """
     if not torch.equal(logits.isfinite(), expected.isfinite()):
-        return float("inf")
+        return torch.full_like(expected[:, 0], float("inf"), dtype=torch.float64)
     logits, expected = logits.double().nan_to_num(), expected.double().nan_to_num()
     spread = expected.std(dim=1, correction=0)
     off = (logits - expected).square().mean(dim=1).sqrt()
-    return torch.where(off == 0, 0.0, off / spread).mean().item()
+    return torch.where(off == 0, 0.0, off / spread)
 
 
 def choose_lengths(room: int, most: int) -> list[int]:
