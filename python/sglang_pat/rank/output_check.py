@@ -6,8 +6,8 @@ first token after a switch on.  So every layout prefills the same made-up prompt
 the steps that real requests take, and its logits are compared with those of the base layout.
 
 A rank compares its own: nothing is sent but what the steps send.  What counts is the mean over the tokens.  A mixture
-of experts in bfloat16 is another matter: some of its tokens may be given another expert, and be far off.  There a
-quarter of the tokens must be close; a wrong layer is wrong for all.
+of experts in bfloat16 is another matter: many of its tokens may be given another expert, and be far off.  There a tenth
+of the tokens must be close; a wrong layer is wrong for all.
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ SHORTEST = 4
 """Tokens of the first prompt; each other one has one more than the one before."""
 STEPS = ("prefill", "decode")
 
-ALLOWED = {torch.float32: 0.02, torch.bfloat16: 0.25, torch.float16: 0.25}
+ALLOWED = {torch.float32: 0.02, torch.bfloat16: 0.2, torch.float16: 0.2}
 """By dtype: how far the logits of a right layout may be, as :func:`measure_distances` counts (docs/architecture.md)."""
+
+CLOSE = 0.1
+"""Of the tokens of a mixture in bfloat16 or float16: this share must be that near."""
 
 DUMMY_STD = 2.0**-10 / 3**0.5
 """About what SGLang's dummy weights spread: they are uniform between -0.001 and 0.001."""
@@ -70,7 +73,7 @@ def check_outputs(scheduler: SwitchingScheduler) -> None:
             logits = _compute_logits(scheduler, layout)
             for step, ours, theirs in zip(STEPS, logits, expected, strict=True):
                 distances = measure_distances(ours, theirs)
-                off = (distances.quantile(0.25) if flips else distances.mean()).item()
+                off = (distances.quantile(CLOSE) if flips else distances.mean()).item()
                 told.append(f"tp{layout.tp} {step} {off:.2g}")
                 if not off <= allowed:
                     raise Unsupported(
