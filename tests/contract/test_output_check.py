@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from sglang_pat.config import AdaptiveConfig
 from sglang_pat.layout import ParallelLayout
 
 pytestmark = pytest.mark.contract
@@ -31,6 +34,79 @@ def test_what_is_no_number_is_equal_to_itself_only():
     broken = torch.tensor([[1.0, float("nan"), 2.0]])
     assert measure_distances(broken, broken).tolist() == [0]
     assert measure_distances(broken, torch.tensor([[1.0, 1.5, 2.0]])).item() == float("inf")
+
+
+class World:
+    """A scheduler whose layouts answer with these logits."""
+
+    def __init__(self, monkeypatch, dtype: torch.dtype, model: torch.nn.Module, wrong: dict[int, torch.Tensor]) -> None:
+        from sglang_pat.rank import output_check
+
+        self.adaptive = AdaptiveConfig(base=ParallelLayout(1, 4))
+        self.server_args = SimpleNamespace(load_format="auto")
+        self.rank, self.moved = 0, []
+        self.layouts = SimpleNamespace(
+            base=SimpleNamespace(model=model),
+            runner=SimpleNamespace(dtype=dtype),
+            resharding=True,
+            reshard=lambda old, new: self.moved.append((old.tp, new.tp)),
+        )
+        right = torch.randn(16, 500, generator=torch.Generator().manual_seed(0))
+        far = torch.randn(16, 500, generator=torch.Generator().manual_seed(1))
+        logits = {tp: right + wrong.get(tp, torch.zeros(16, 1)) * far for tp in (1, 2, 4)}
+        monkeypatch.setattr(output_check, "_compute_logits", lambda _, layout: [right, logits[layout.tp]])
+
+
+def make_mixture() -> torch.nn.Module:
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    model = torch.nn.Module()
+    model.experts = FusedMoE.__new__(FusedMoE)
+    torch.nn.Module.__init__(model.experts)
+    return model
+
+
+DENSE = torch.nn.Module
+SOME = torch.tensor([[0.05]] * 4 + [[1.0]] * 12)
+"""Tokens of a mixture that were given another expert."""
+
+
+@pytest.mark.parametrize("dtype, make, off, refused", [
+    (torch.float32, DENSE, torch.full((16, 1), 1e-6), False),
+    (torch.float32, DENSE, torch.full((16, 1), 0.1), True),
+    (torch.float32, make_mixture, SOME, True),
+    (torch.bfloat16, DENSE, torch.full((16, 1), 0.08), False),
+    (torch.bfloat16, DENSE, SOME, True),
+    (torch.bfloat16, make_mixture, SOME, False),
+    (torch.bfloat16, make_mixture, torch.full((16, 1), 0.4), True),
+])  # fmt: skip
+def test_what_is_refused(monkeypatch, dtype, make, off, refused):
+    from sglang_pat.rank.output_check import check_outputs
+    from sglang_pat.rank.weights import Unsupported
+
+    world = World(monkeypatch, dtype, make(), {4: off})
+    if not refused:
+        check_outputs(world)
+        assert world.moved == [(1, 2), (2, 4), (4, 1)], "the weights are back"
+        return
+    with pytest.raises(Unsupported, match=r"its logits at tp=4 are not those at tp=1 \(decode: off by \d+%") as caught:
+        check_outputs(world)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_forward_pass_that_fails_is_refused_in_one_line():
+    from sglang_pat.rank import output_check
+    from sglang_pat.rank.weights import Unsupported
+
+    done = []
+
+    def enter_layout(layout, epoch):
+        raise IndexError("of a layer\nthat is not there")
+
+    scheduler = SimpleNamespace(enter_layout=enter_layout, clear_pools=lambda: done.append("cleared"))
+    with pytest.raises(Unsupported, match="forward pass at tp=2 fails with IndexError: of a layer that is not there"):
+        output_check._compute_logits(scheduler, ParallelLayout(2, 1))
+    assert done == ["cleared"]
 
 
 @pytest.mark.parametrize("room, most, lengths", [
