@@ -44,20 +44,21 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True},
     "qwen2_moe": {"shared_expert_intermediate_size": 80},  # an expert for all tokens, behind a gate
     "mixtral": {},
+}
+"""Model types of transformers, and what their configs have beside :func:`make_config`'s options."""
+
+MORE: dict[str, dict[str, Any]] = {
     # SGLang runs these through its Transformers backend.
     "smollm3": {},  # layers without rotary embedding
     "seed_oss": {},
     "helium": {},
     "ernie4_5": {},
-}
-"""Model types of transformers, and what their configs have beside :func:`make_config`'s options."""
-
-UNGATED: dict[str, dict[str, Any]] = {
+    # A bias everywhere, norms that subtract the mean, no gate in the MLP.  Greedy text soon runs in a circle.
     "phi": {"hidden_act": "gelu_new", "rope": {"partial_rotary_factor": 0.5}},
     "starcoder2": {"hidden_act": "gelu_pytorch_tanh", "sliding_window": None},
 }
-"""More of them: a bias everywhere, norms that subtract the mean, no gate in the MLP.  Their greedy text soon runs in a
-circle."""
+"""More of them, for which less holds: the Transformers backend wants a KV head for each rank, and says by itself what
+is wrong with an update."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": dict(arch="qwen3", hidden=1024, layers=28, heads=16, intermediate=3072, tie=True),
@@ -90,7 +91,7 @@ def make_config(
     if head_dim % 2 or heads % kv_heads:
         allowed = "give an even head_dim, and kv_heads that divide heads"
         raise ValueError(f"heads={heads}, kv_heads={kv_heads}, head_dim={head_dim}: {allowed}")
-    extra: dict[str, Any] = dict((ARCHITECTURES | UNGATED)[arch])
+    extra: dict[str, Any] = dict((ARCHITECTURES | MORE)[arch])
     if arch == "granite":
         extra["attention_multiplier"] = 1.5 * head_dim**-0.5
     if arch == "mixtral":
@@ -331,7 +332,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command; returns 0, or 2 with one line on stderr if it could not do what was asked."""
     summary = str(__doc__).split("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m sglang_pat.testing.models", description=summary)
-    parser.add_argument("model", choices=["smollm2", *ARCHITECTURES, *UNGATED])
+    parser.add_argument("model", choices=["smollm2", *ARCHITECTURES, *MORE])
     parser.add_argument("--out", required=True, metavar="DIR", help="kept if it holds the same already")
     sizes = "heads kv-heads layers hidden head-dim intermediate vocab context seed experts chosen expert-width"
     for name in sizes.split():
