@@ -135,6 +135,21 @@ def test_an_update_must_have_the_tensors_of_the_checkpoint(checkpoint, base_tp):
     assert expected.find_problem(shapes.items()) is None
 
 
+def test_an_update_of_a_model_of_the_transformers_backend(tmp_path):
+    """It raises for a name that it does not know, and knows the checkpoint's with other prefixes, too."""
+    from sglang_pat.fixes.weight_updates import ExpectedWeights
+
+    checkpoint = Checkpoint(models.make_random("smollm3", tmp_path / "smollm3", layers=1))
+    expected = ExpectedWeights(checkpoint.empty(BASE, 0))
+    shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
+    assert expected.find_problem(shapes.items()) is None
+    for name, shape in shapes.items():
+        problem = expected.find_problem([(name, (2 * shape[0], *shape[1:]))])
+        assert problem and f"{name} has the shape" in problem
+        problem = expected.find_problem([(f"{name}_", shape)])
+        assert problem and f"the model has no tensor '{name}_'" in problem
+
+
 def test_a_tied_head_may_be_sent(tmp_path_factory):
     from sglang_pat.fixes.weight_updates import ExpectedWeights
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -80,6 +82,77 @@ def test_a_refusal_of_a_rank_is_the_last_line_and_nothing_stays(gpt2):
         done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | {"TMPDIR": place})
         assert check_refused(done, lines=60) == f"error: {OF_A_RANK}"
         assert not list(Path(place).glob(processes.FOLDER_PREFIX + "*"))
+
+
+WRONG = """
+import sys
+
+from sglang_pat.cpu import shim
+
+shim.ensure()
+
+from sglang.srt.distributed import get_tensor_model_parallel_world_size
+from sglang.srt.models.llama import LlamaForCausalLM
+from sglang.srt.models.registry import ModelRegistry
+
+from sglang_pat.launch_server import main
+
+
+class MergedWrongly(LlamaForCausalLM):
+    "Has the shards of a Llama, but one of its three layers does not see where tokens stand."
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if get_tensor_model_parallel_world_size() > 1:
+            self.model.layers[1].self_attn.rotary_emb.forward = lambda positions, q, k, *_: (q, k)
+
+
+class FailsMerged(LlamaForCausalLM):
+    def forward(self, input_ids, *args, **kwargs):
+        if get_tensor_model_parallel_world_size() > 1:
+            raise IndexError("of a layer\nthat is not there")
+        return super().forward(input_ids, *args, **kwargs)
+
+
+class NotBuilt(LlamaForCausalLM):
+    def __init__(self, *args, **kwargs):
+        assert get_tensor_model_parallel_world_size() == 1, "one rank only"
+        super().__init__(*args, **kwargs)
+
+
+ModelRegistry.models |= {kind.__name__: kind for kind in (MergedWrongly, FailsMerged, NotBuilt)}
+main(sys.argv[1:])
+"""
+REFUSED = "--adaptive-tp does not support this model: "
+LINES = {
+    "MergedWrongly": REFUSED + "its logits at tp=2 are not those at tp=1 (prefill: off by ",
+    "FailsMerged": REFUSED + "its forward pass at tp=2 fails with IndexError: of a layer that is not there",
+    "NotBuilt": "--adaptive-tp: SGLang cannot build this model at tp=2 (AssertionError: one rank only): "
+    "leave tp=2 out of --pat-candidates",
+}
+
+
+@pytest.mark.parametrize(
+    "kind, flags",
+    [*((kind, ()) for kind in LINES), ("MergedWrongly", ("--load-format", "dummy", "--dtype", "bfloat16"))],
+)
+def test_a_layout_that_computes_something_else(run_code, model, tmp_path, kind, flags):
+    """Its shards are right.  Seen with SGLang's tiny dummy weights, too."""
+    folder = shutil.copytree(model, tmp_path / "model")
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(about | {"architectures": [kind]}))
+    flags = (
+        "--model-path",
+        folder,
+        "--port",
+        find_free_port(),
+        "--max-total-tokens",
+        512,
+        "--dtype",
+        "float32",
+        *flags,
+    )
+    assert check_refused(run_code(WRONG, *BASE, *flags), lines=60).startswith(f"error: {LINES[kind]}")
 
 
 PROGRAM = """

@@ -94,6 +94,14 @@ SETUPS = {
     # q, k and v in one tensor of the checkpoint; norms over all heads, for which ranks gather q and k.
     "phi3": Setup(model="phi3", ranks=2, count=1, stock=False),
     "olmo2": Setup(model="olmo2", ranks=2, count=1, stock=False),
+    # Through SGLang's Transformers backend.
+    "smollm3": Setup(model="smollm3", ranks=2, count=1),
+    # Takes the rank of a group for its pipeline stage.
+    "phi": Setup(model="phi", ranks=2, count=1, stock=False),
+    "seed-oss": Setup(model="seed_oss", ranks=4, count=1, soak_only=True),
+    "helium": Setup(model="helium", ranks=2, count=1, soak_only=True),
+    "ernie": Setup(model="ernie4_5", ranks=4, count=1, soak_only=True),
+    "starcoder2": Setup(model="starcoder2", ranks=4, count=1, soak_only=True),
     # Mixtures of experts.  Few tokens: on a CPU their experts are multiplied one by one.
     "qwen3-moe": Setup(model="qwen3_moe", ranks=2, count=20, stock=False, limits=FEW),
     "qwen2-moe": Setup(model="qwen2_moe", ranks=4, base=2, count=20, stock=False, limits=FEW),

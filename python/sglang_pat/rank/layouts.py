@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_pat.cpu.windows import Windows
+from sglang_pat.errors import format_one_line
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.rank.experts import PiecewiseExperts
 from sglang_pat.rank.runner import AdaptiveModelRunner, AdaptiveTpModelWorker
@@ -197,7 +198,7 @@ class Layouts:
         runner, base = self.runner, self.base
         runner.groups.install(layout)
         self._set_ranks(layout)
-        model = build_model(runner.model_config, runner.load_config, runner.device)
+        model = self._build_model(layout)
         self._check(model, layout)
         views = None if self.resharding else Views(model, base.model, layout, self.config.base, self.rank)
         _compile(model, runner.device)
@@ -221,6 +222,17 @@ class Layouts:
             finally:
                 args.cuda_graph_bs = saved
         return self._make_runtime(layout, views)
+
+    def _build_model(self, layout: ParallelLayout) -> torch.nn.Module:
+        """SGLang's for ``layout``, whose groups are installed; it may have its own idea of what can be divided."""
+        try:
+            return build_model(self.runner.model_config, self.runner.load_config, self.runner.device)
+        except Exception as error:
+            why = f"{type(error).__name__}: {format_one_line(error)}"
+            advice = f"leave tp={layout.tp} out of --pat-candidates"
+            raise Unsupported(
+                f"--adaptive-tp: SGLang cannot build this model at tp={layout.tp} ({why}): {advice}"
+            ) from error
 
     def _set_ranks(self, layout: ParallelLayout) -> None:
         tp_rank = layout.tp_rank(self.rank)

@@ -54,6 +54,8 @@ class GroupPool:
         self.world = dist.new_group(list(ranks), backend=shm.BACKEND)
         alone = [[rank] for rank in ranks]
         self._single = init_model_parallel_group(alone, local_device, backend, own_nccl, group_name="single")
+        # Some models of SGLang's (Phi, StarCoder2) take the pipeline group's rank in the world for their stage.
+        self._single.rank, self._single.ranks = 0, [0]
         self._tp: dict[int, GroupCoordinator] = {}
         self._control: dict[int, dist.ProcessGroup] = {}
         self._gather: dict[int, dist.ProcessGroup] = {}

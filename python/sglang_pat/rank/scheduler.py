@@ -52,6 +52,7 @@ from sglang_pat.rank import degrees, prefixes
 from sglang_pat.rank.channels import ControlSender, RankChannel, RpcRelay
 from sglang_pat.rank.layouts import Layouts
 from sglang_pat.rank.load_reports import LoadReporter, StepTrace, register
+from sglang_pat.rank.output_check import check_outputs
 from sglang_pat.rank.runner import AdaptiveTpModelWorker
 from sglang_pat.rank.step_gate import StepGate
 from sglang_pat.switch import requests
@@ -101,6 +102,7 @@ class AdaptiveScheduler(MendedScheduler):
         self.grammars = CompiledGrammars(self.grammar_manager.grammar_backend)
         self.executor = SwitchExecutor(self)
         self.executor.warm_up()
+        check_outputs(self)
         self.enter_layout(self.adaptive.base, epoch=0)
         census.record(self, rank, epoch=0)
 

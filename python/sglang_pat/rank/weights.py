@@ -112,28 +112,33 @@ def _make_spec(module_name: str, module: torch.nn.Module, name: str) -> ShardSpe
 # -- models without memory, and views of the base shards ---------------------------------------------------------------
 
 
-class _NoFirstValues(TorchFunctionMode):
-    """Layers of torch's own draw theirs (an embedding of positions): one element cannot take them."""
+class _NoDraws(TorchFunctionMode):
+    """Layers of torch's own draw first values (an embedding of positions): one element cannot take them."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if getattr(func, "__module__", None) == "torch.nn.init":
+        if getattr(func, "__module__", None) == "torch.nn.init" and func.__name__ != "constant_":
             return (kwargs or {}).get("tensor", *args[:1])
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def _skip_allocation() -> Iterator[None]:
-    """Parameters that modules register meanwhile keep shape, dtype and device, but hold one element only."""
+    """Parameters that modules register meanwhile keep shape, dtype and device, but hold their first element only.
+
+    Its value stays: constructors look at it.  SGLang's Transformers backend tells a norm that multiplies by its weight
+    (first values of 1) from one that multiplies by 1 more (of 0) that way.
+    """
     register = torch.nn.Module.register_parameter
 
-    def register_empty(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+    def register_first(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
         if param is not None:
-            param.data = param.data.new_empty(()).expand(param.shape)
+            first = param.data.reshape(-1)[:1].clone() if param.numel() else param.data.new_zeros(1)
+            param.data = first.view(()).expand(param.shape)
         register(module, name, param)
 
-    torch.nn.Module.register_parameter = register_empty
+    torch.nn.Module.register_parameter = register_first
     try:
-        with _NoFirstValues():
+        with _NoDraws():
             yield
     finally:
         torch.nn.Module.register_parameter = register

@@ -14,6 +14,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.dropped import Dropped
+from sglang_pat.launch.spec import AdaptiveServerArgs
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.rank.channels import RankChannel
 from sglang_pat.rank.layouts import Layouts
@@ -64,6 +65,7 @@ class SwitchingScheduler(Protocol):
     grammar_manager: Any
     max_running_requests: int
     model_config: Any
+    server_args: AdaptiveServerArgs
     spec_algorithm: Any
     tp_cpu_group: Any
     tp_size: int

@@ -47,6 +47,19 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 """Model types of transformers, and what their configs have beside :func:`make_config`'s options."""
 
+MORE: dict[str, dict[str, Any]] = {
+    # SGLang runs these through its Transformers backend.
+    "smollm3": {},  # layers without rotary embedding
+    "seed_oss": {},
+    "helium": {},
+    "ernie4_5": {},
+    # A bias everywhere, norms that subtract the mean, no gate in the MLP.  Greedy text soon runs in a circle.
+    "phi": {"hidden_act": "gelu_new", "rope": {"partial_rotary_factor": 0.5}},
+    "starcoder2": {"hidden_act": "gelu_pytorch_tanh", "sliding_window": None},
+}
+"""More of them, for which less holds: the Transformers backend wants a KV head for each rank, and says by itself what
+is wrong with an update."""
+
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": dict(arch="qwen3", hidden=1024, layers=28, heads=16, intermediate=3072, tie=True),
     "Qwen3-4B": dict(arch="qwen3", hidden=2560, layers=36, heads=32, intermediate=9728, tie=True),
@@ -78,7 +91,7 @@ def make_config(
     if head_dim % 2 or heads % kv_heads:
         allowed = "give an even head_dim, and kv_heads that divide heads"
         raise ValueError(f"heads={heads}, kv_heads={kv_heads}, head_dim={head_dim}: {allowed}")
-    extra: dict[str, Any] = dict(ARCHITECTURES[arch])
+    extra: dict[str, Any] = dict((ARCHITECTURES | MORE)[arch])
     if arch == "granite":
         extra["attention_multiplier"] = 1.5 * head_dim**-0.5
     if arch == "mixtral":
@@ -87,7 +100,7 @@ def make_config(
         extra |= dict(num_experts=experts, num_experts_per_tok=chosen, moe_intermediate_size=expert_width)
     made = load_transformers().AutoConfig.for_model(
         arch, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=head_dim, hidden_act="silu", vocab_size=vocab,
+        num_key_value_heads=kv_heads, head_dim=head_dim, hidden_act=extra.pop("hidden_act", "silu"), vocab_size=vocab,
         max_position_embeddings=context, rms_norm_eps=1e-6, tie_word_embeddings=tie, dtype=dtype,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0} | extra.pop("rope", {}),
         bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID, **extra,
@@ -319,7 +332,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command; returns 0, or 2 with one line on stderr if it could not do what was asked."""
     summary = str(__doc__).split("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m sglang_pat.testing.models", description=summary)
-    parser.add_argument("model", choices=["smollm2", *ARCHITECTURES])
+    parser.add_argument("model", choices=["smollm2", *ARCHITECTURES, *MORE])
     parser.add_argument("--out", required=True, metavar="DIR", help="kept if it holds the same already")
     sizes = "heads kv-heads layers hidden head-dim intermediate vocab context seed experts chosen expert-width"
     for name in sizes.split():
