@@ -264,6 +264,7 @@ def test_the_lending_policy_is_shown_the_ranks_that_work():
 def test_without_a_profile_the_room_for_kv_decides():
     """The policy that switches is not shown the requests one by one; the one that lends is."""
     rig = Rig(1, 4, policy="threshold")
+    rig.world.kv_totals = {1: 10**6, 2: 2 * 10**6, 4: 4 * 10**6}
     rig.work(8)
     rig.settle()
     assert ask(rig).record["why"] == "KV fits" and ask(rig).record["move"] == "lend"

@@ -13,7 +13,6 @@ from msgspec import structs
 from sglang_pat.policies.course import look_ahead
 from sglang_pat.policies.lending import (
     FIRST_MILESTONE,
-    RISK,
     ROOM,
     Move,
     Training,
@@ -199,16 +198,18 @@ def test_it_takes_back_when_the_trainer_has_caught_up():
     assert policy(seen, history, BUSY).move is Move.WAIT
     assert policy(seen, history, structs.replace(BUSY, ready=0)).move is Move.TAKE_BACK
     ending = replace(lend_half(snapshot([29999] * 2, tp=2, limit=40960)), room=PLENTY)
-    assert policy(ending, learn(30000), structs.replace(BUSY, ready=0)).move is Move.WAIT, (
+    assert policy(ending, learn(30000), structs.replace(BUSY, ready=0, elapsed=100.0)).move is Move.WAIT, (
         "for one step it is not worth it"
     )
 
 
 def test_it_does_not_lend_if_a_trainer_that_takes_long_to_begin_may_lose_too_much():
     """The round may be over before the first token is trained."""
-    policy, seen = make(crossing()), replace(snapshot([1000] * 8, tp=4, limit=4096), room=PLENTY)
-    history = learn(3000)
-    slow = structs.replace(BUSY, setup=10.0)
+    policy, seen = make(crossing()), replace(snapshot([1000] * 2, tp=4, limit=40960), room=PLENTY)
+    history = learn(20000)
+    for _ in range(200):
+        history.observe(1200, 0)
+    slow = structs.replace(BUSY, setup=20.0)
     assert policy(seen, history, BUSY).move is Move.LEND
     refused = policy(seen, history, slow)
     assert refused.move is Move.WAIT and "of the step may be lost" in refused.why and refused.gain > 0
@@ -218,9 +219,8 @@ def test_it_does_not_lend_if_a_trainer_that_takes_long_to_begin_may_lose_too_muc
 def test_a_trainer_that_waits_does_not_keep_ranks_for_long():
     """Groups may be complete much later than expected; then what is lost stays within a share of the step."""
     policy = make(crossing())
-    seen = replace(lend_half(snapshot([1000] * 2, tp=2, limit=40960, families=[0, 1])), room=PLENTY)
+    seen = replace(lend_half(snapshot([1900, 100], tp=2, limit=40960, families=[0, 1])), room=PLENTY)
     history = learn(2000)
-    history.observe(40000, 0)
     waits = structs.replace(BUSY, ready=0, seconds_per_token=1e-3, elapsed=100.0, lent=1.0)
     assert policy(seen, history, waits).move is Move.WAIT, "more will come"
     late = policy(seen, history, structs.replace(waits, lent=60.0))

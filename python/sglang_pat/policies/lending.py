@@ -535,7 +535,8 @@ def _decide_return(courses: _Courses, moving: np.ndarray, work: Work, training: 
             move=Move.TAKE_BACK, gain=gain, why="the rest is faster on all ranks", tp=courses.half_tp
         )
     lost = courses.slower * training.lent + 2 * moving[0] - training.hidden
-    if not training.ready and lost > RISK * courses.get_floor(training) and stays - totals[0] >= least:
+    risk = max(RISK * courses.get_floor(training), MARGIN_SECONDS)
+    if not training.ready and lost > risk and stays - totals[0] >= least:
         why = f"the trainer waits, {lost:.1f} s are lost"
         return LendingDecision(move=Move.TAKE_BACK, gain=gain, why=why, tp=courses.half_tp)
     return LendingDecision(move=Move.WAIT, gain=gain, why="there is training to hide", tp=courses.half_tp)
