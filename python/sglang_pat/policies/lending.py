@@ -51,7 +51,8 @@ FIRST_MILESTONE = 0.2
 """Completion at which ranks may be lent first (the paper's)."""
 
 LAST_MILESTONE = 0.5
-"""Up to which, where no step times are known, they are lent as soon as KV fits (the paper's)."""
+"""Up to which a lending may be put off for a better moment, and up to which, where no step times are known, ranks are
+lent as soon as KV fits (the paper's)."""
 
 LEAST_REST = 0.5
 """After it the rest must be expected to last as long as it takes to generate this share of a response."""
@@ -493,7 +494,9 @@ def _decide_lending(courses: _Courses, moving: np.ndarray, work: Work, training:
     training_seconds = training.seconds_per_token * work.tokens
     _, held = courses.whole.follow(0, courses.whole_tp)
     gains = np.full(len(moving), -np.inf)
-    for start in range(len(moving) - 1):
+    # Beyond the last milestone nothing is put off: questions come when groups are complete, late ones far apart.
+    later = np.flatnonzero(work.samples[:-1] <= LAST_MILESTONE * training.samples)
+    for start in {0, *later.tolist()}:
         lent, totals = courses.seconds_if_returned(start, moving)
         hidden = _count_hidden_seconds(lent, training_seconds[start:], training.setup, training.slowdown)
         without = courses.whole.to_go[start, courses.whole.degrees.index(held[start])]
