@@ -10,6 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec import structs
 
+import studies.lending
+from sglang_pat.policies import lending
 from sglang_pat.policies.course import look_ahead
 from sglang_pat.policies.lending import (
     FIRST_MILESTONE,
@@ -28,6 +30,7 @@ from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.snapshot import Snapshot
 from sglang_pat.predict.profile import ProfileError
+from studies.lending import GOAL, GOAL_IF_WRONG, RIGHT, WRONG, study_risk
 from studies.simulate import Batch, Drain
 from studies.training import Step, StepReplay
 
@@ -449,3 +452,15 @@ def test_the_oracle_is_best(seed):
     ways += [replay.run_policies(policy, one, LengthHistory()) for one in (None, lending)]
     assert best <= 1.005 * min(step.seconds for step in ways)
     assert best > 0.5 * min(step.seconds for step in ways)
+
+
+def test_no_step_of_a_job_with_few_groups_is_far_behind(monkeypatch):
+    """A job of which a step lost 21% before there was a limit; what the client says is right, or wrong by two."""
+    job = "8xH100-qwen2.5-32b", "rollpacker", (16, 4), 1
+    found = study_risk(job)
+    assert {risk.believed for risk in found} == {RIGHT, *WRONG} and sum(risk.lent for risk in found) > 3
+    for risk in found:
+        assert max(risk.behind) <= (GOAL if risk.believed == RIGHT else GOAL_IF_WRONG), risk
+    monkeypatch.setattr(lending, "RISK", np.inf)
+    monkeypatch.setattr(studies.lending, "WRONG", {})
+    assert max(max(risk.behind) for risk in study_risk(job)) > GOAL, "the limit is what keeps it"

@@ -67,7 +67,7 @@ MARGIN_SECONDS = 0.1
 """And at least this much."""
 
 UNLIKELY = 0.001
-"""An end of the round that is less likely by then is left out of account."""
+"""An end of the round that is less likely by then is left out of account, once a whole batch of lengths is known."""
 
 RISK = 0.01
 """Share of the step that a lending may lose before ranks are taken back."""
@@ -332,7 +332,8 @@ def make_lending_policy(
         if lent:
             return _decide_return(courses, alive * moves, work, training)
         said = _decide_lending(courses, alive * moves, work, training)
-        if said.move is Move.LEND and (loss := _estimate_loss(courses, moves, outlook, training)) > RISK:
+        unlikely = UNLIKELY if len(history) >= training.samples else 0.0
+        if said.move is Move.LEND and (loss := _estimate_loss(courses, moves, outlook, training, unlikely)) > RISK:
             return replace(said, move=Move.WAIT, why=f"{loss:.1%} of the step may be lost", tp=snapshot.tp)
         return said
 
@@ -508,12 +509,15 @@ def _decide_lending(courses: _Courses, moving: np.ndarray, work: Work, training:
     return LendingDecision(move=Move.LEND, gain=gain, why="hides training", tp=courses.half_tp)
 
 
-def _estimate_loss(courses: _Courses, moves: np.ndarray, outlook: Outlook, training: Training) -> float:
+def _estimate_loss(
+    courses: _Courses, moves: np.ndarray, outlook: Outlook, training: Training, unlikely: float
+) -> float:
     """Most of the step that a lending now may lose, as a share, if no other group gets complete: because the round is
     over before the trainer has begun or caught up, or because ranks are taken back when it has.
 
     Args:
         moves: seconds of a lending or a return at the start of each interval and at the end.
+        unlikely: an end of the round that is less likely by an interval is left out of account there.
     """
     whole, half = courses.unfold(outlook.any_alive)
     ready = training.seconds_per_token * training.ready
@@ -521,7 +525,7 @@ def _estimate_loss(courses: _Courses, moves: np.ndarray, outlook: Outlook, train
     lost = moves[0] + half - whole - hidden
     done = min(int(np.searchsorted(half, training.setup + training.slowdown * ready)), len(half) - 1)
     lost[done] += moves[done]
-    may = np.append(0.0, 1 - outlook.any_alive) >= UNLIKELY
+    may = np.append(0.0, 1 - outlook.any_alive) >= unlikely
     may[done] = True
     return float((lost / (courses.get_floor(training) + whole + 1e-9))[: done + 1][may[: done + 1]].max())
 
