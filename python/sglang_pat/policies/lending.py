@@ -265,7 +265,7 @@ def decide_by_room(training: Training, outlook: Outlook, room: float) -> Lending
         outlook: of the running requests.
         room: KV tokens of the ranks that stay.
     """
-    if why := _find_hindrance(training, outlook, room):
+    if why := _find_hindrance(training, project_peak(outlook), room):
         return LendingDecision(move=Move.WAIT, why=why)
     if training.completion > LAST_MILESTONE + 1e-9:
         rest = float((outlook.width * outlook.any_alive).sum())
@@ -277,11 +277,11 @@ def decide_by_room(training: Training, outlook: Outlook, room: float) -> Lending
     return LendingDecision(move=Move.LEND, why="KV fits")
 
 
-def _find_hindrance(training: Training, outlook: Outlook, room: float) -> str:
+def _find_hindrance(training: Training, peak: float, room: float) -> str:
     """Why ranks may not be lent now, whatever it gains; empty if they may."""
     if training.completion < FIRST_MILESTONE - 1e-9:
         return "before the first milestone"
-    if (peak := project_peak(outlook)) > ROOM * room:
+    if peak > ROOM * room:
         return f"KV: {peak:.0f} tokens expected, room for {room:.0f}"
     return ""
 
@@ -316,9 +316,11 @@ def make_lending_policy(
             return _say(snapshot, Move.NEVER, "ranks were lent in this step already")
         outlook = _end_with_spare(outlook, training.spare)
         room = min((snapshot.room[tp] * (rest // tp) for tp in usable if tp in snapshot.room), default=0.0)
-        if lent and (peak := project_peak(outlook)) > room:
+        on = snapshot.load.output < snapshot.load.limit
+        peak = max(project_peak(outlook), float((snapshot.load.prompt + snapshot.load.output)[on].sum()))
+        if lent and peak > room:
             return _say(snapshot, Move.TAKE_BACK, f"KV: {peak:.0f} tokens expected, room for {room:.0f}")
-        if not lent and (why := _find_hindrance(training, outlook, room)):
+        if not lent and (why := _find_hindrance(training, peak, room)):
             return _say(snapshot, Move.WAIT, why)
         if planner is None or costs is None:
             if lent:
