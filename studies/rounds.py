@@ -418,6 +418,8 @@ class Simulation:
                 loan.trainer.take_back()
                 self._rebuild(self._tp)
             return
+        if loan.trainer.is_training(self.now):
+            return
         training = self._describe_training(len(held))
         before, loan.complete = loan.complete, training.complete
         if self.now - loan.asked < LENDING_SECONDS if loan.lent else loan.complete == before:

@@ -60,10 +60,11 @@ class Trainer:
     def __init__(self) -> None:
         self._ready: list[tuple[float, float]] = []
         self.begun, self.free, self.since = 0.0, np.inf, np.inf
+        self._has_begun = False
 
     def lend(self, now: float, setup: float) -> None:
         """Ranks are lent from now on; the first token is trained ``setup`` seconds later at the earliest."""
-        self.since, self.free = now, now + setup
+        self.since, self.free, self._has_begun = now, now + setup, False
 
     def take_back(self) -> None:
         """None are."""
@@ -83,6 +84,11 @@ class Trainer:
             came, seconds = heapq.heappop(self._ready)
             self.free = max(self.free, came) + STRIDE * seconds
             self.begun += seconds
+            self._has_begun = True
+
+    def is_training(self, now: float) -> bool:
+        """Whether a group is under way on lent ranks: then its client asks nothing."""
+        return self._has_begun and now < self.free < np.inf
 
     def count_done_seconds(self, now: float) -> float:
         """Of what was begun, without what is still under way."""
@@ -296,6 +302,8 @@ class StepReplay:
             nonlocal asked, known, returned
             if lending is None:
                 return Move.NEVER
+            if moment.trainer.is_training(moment.now):
+                return Move.WAIT
             before, known = known, self.count_complete(moment.point)
             if moment.now - asked < ASK_SECONDS if moment.lent else known == before:
                 return Move.WAIT

@@ -159,7 +159,7 @@ class LendingDecision:
 
 
 LendingPolicy = Callable[[Snapshot, LengthHistory, Training], LendingDecision]
-"""Asked whenever a group is complete, and while ranks are lent every second or so.
+"""Asked whenever a group is complete, and while ranks are lent every second or so in which the trainer trains nothing.
 
 ``Snapshot`` is of the ranks that work, as any policy sees it: ``num_ranks`` and ``load.replica`` count them only.
 """
