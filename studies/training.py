@@ -55,11 +55,12 @@ class Trainer:
         begun: seconds of training that were begun on lent ranks.
         free: when they will have done what they have begun; infinite while none are lent.
         since: when they were lent last.
+        taken: seconds of training of all groups so far.
     """
 
     def __init__(self) -> None:
         self._ready: list[tuple[float, float]] = []
-        self.begun, self.free, self.since = 0.0, np.inf, np.inf
+        self.begun, self.free, self.since, self.taken = 0.0, np.inf, np.inf, 0.0
         self._has_begun = False
 
     def lend(self, now: float, setup: float) -> None:
@@ -73,6 +74,7 @@ class Trainer:
     def add(self, seconds: float, now: float) -> None:
         """A group is complete, and has its rewards, at ``now``."""
         heapq.heappush(self._ready, (now, seconds))
+        self.taken += seconds
 
     def get_ready_seconds(self, now: float) -> float:
         """Of the groups that have come and were not begun."""
