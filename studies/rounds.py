@@ -15,7 +15,7 @@ from statistics import mean
 
 import numpy as np
 
-from sglang_pat.policies.lending import STRIDE, LendingPolicy, Milestones, Move, Training
+from sglang_pat.policies.lending import STRIDE, LendingPolicy, Move, Training
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.snapshot import Load, Policy, Snapshot
 from sglang_pat.predict.cost import SwitchCosts
@@ -242,7 +242,8 @@ class Simulation:
     def run_round(self, version: int) -> Round:
         """One round; the next one begins at once."""
         self._feed_prompts()
-        begun, self._switched, self._version = self.now, 0, version
+        begun = self._begun = self.now
+        self._switched, self._version = 0, version
         self._returned: list[Group] = []
         self._rewards = dict[SampleId, tuple[float, float]]()
         self._known_at, self._kept = list[float](), set[SampleId]()
@@ -426,11 +427,14 @@ class Simulation:
             if loan.trainer.free <= self.now:
                 loan.lent, loan.closing, loan.returned = False, False, True
                 self._rebuild(node, node.tp, engines.costs.estimate_lending(node.tp, held).seconds)
-                loan.seconds, loan.trainer.free = node.resumes - loan.since, np.inf
+                loan.seconds = node.resumes - loan.since
+                loan.trainer.take_back()
+            return
+        if loan.trainer.is_training(self.now):
             return
         training = self._describe_training(node, len(held))
-        reached = loan.milestones.reach(training.completion)
-        if self.now - loan.asked < LENDING_SECONDS if loan.lent else not reached:
+        before, loan.complete = loan.complete, training.complete
+        if self.now - loan.asked < LENDING_SECONDS if loan.lent else loan.complete == before:
             return
         loan.asked = self.now
         fingerprint = engines.fingerprint
@@ -441,7 +445,8 @@ class Simulation:
         elif found.move is Move.LEND:
             loan.lent = True
             self._rebuild(node, found.tp, engines.costs.estimate_lending(node.tp, held).seconds)
-            loan.since, loan.trainer.free = node.resumes, node.resumes + engines.setup
+            loan.since = node.resumes
+            loan.trainer.lend(node.resumes, engines.setup)
 
     def _describe_training(self, node: _Node, running: int) -> Training:
         """What the client knows of this step: a node's share of it."""
@@ -459,12 +464,15 @@ class Simulation:
             setup=engines.setup,
             spare=max(running - max(needed // nodes, 1), 0),
             returned=node.loan.returned,
+            elapsed=self.now - self._begun,
+            **trainer.describe(self.now, engines.seconds_per_token),
         )
 
 
 @dataclass
 class _Loan:
-    """Of a round and a node: whether ranks are lent, since when, and how long they were."""
+    """Of a round and a node: whether ranks are lent, since when, and how long; samples that were complete when the
+    policy was asked."""
 
     trainer: Trainer = field(default_factory=Trainer)
     lent: bool = False
@@ -473,7 +481,7 @@ class _Loan:
     since: float = 0.0
     seconds: float = 0.0
     asked: float = float("-inf")
-    milestones: Milestones = field(default_factory=Milestones)
+    complete: int = 0
 
     def count_lent_seconds(self, now: float) -> float:
         return self.seconds + (max(now - self.since, 0.0) if self.lent else 0.0)

@@ -250,7 +250,8 @@ def _find_effects(obj: Any) -> dict[str, Any]:
 def load_policies(
     config: AdaptiveConfig, profile: Profile | None
 ) -> tuple[Policy, Predictor | None, LendingPolicy | None, SwitchCosts | None]:
-    """The policy of ``config``, the predictor of the profile, who says when ranks are lent, and what switches cost."""
+    """The policy of ``config``, the predictor of the profile, who says by it when ranks are lent, and what switches
+    cost."""
     predictor = costs = lending = None
     if profile is not None:
         predictor, costs = build_predictors(profile)

@@ -241,7 +241,7 @@ async def decide_lending(request: Request) -> dict:
     :class:`~sglang_pat.policies.lending.Training`: whether ranks should be lent now, or taken back (``move``), and why.
     ``client``: who asks, whose lease it renews.
 
-    400: not a body like that, or the engine's policy does not predict.
+    400: not a body like that.
     """
     values = files.decode(await _read_body(request), dict[str, Any])
     client = files.convert({"client": values.pop("client", CLIENT)}, _TakeBackRanks).client
