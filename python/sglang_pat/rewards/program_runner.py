@@ -61,8 +61,12 @@ class Look(NamedTuple):
     """Threads that have a core or want one."""
 
 
-def look(pid: int) -> Look | None:
-    """What has been started by a process, and by what it started; None where the kernel does not say."""
+def look(pid: int, itself: bool = False) -> Look | None:
+    """What has been started by a process, and by what it started; None where the kernel does not say.
+
+    Args:
+        itself: it counts, too.
+    """
     cpu, ready, todo, seen = 0.0, 0, [pid], 0
     while todo:
         here = todo.pop()
@@ -71,9 +75,9 @@ def look(pid: int) -> Look | None:
                 with open(f"/proc/{here}/task/{thread}/children") as file:
                     todo += map(int, file.read().split())
                 seen += 1
-                if here != pid:
+                if itself or here != pid:
                     ready += read_stat(f"{here}/task/{thread}")[0] == "R"
-            if here != pid:
+            if itself or here != pid:
                 cpu += sum(map(int, read_stat(str(here))[11:15])) / TICKS  # itself, and children that it waited for
         except (OSError, IndexError, ValueError):
             continue  # it has ended meanwhile
