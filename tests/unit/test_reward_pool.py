@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +46,23 @@ def behave(how: str, once: str = "") -> object:
         case "stubborn":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             threading.Event().wait()
+        case "spin":
+            while True:
+                pass
+        case "memory":
+            kept = []
+            while True:
+                kept.append(bytearray(1 << 20))
+        case "leave":
+            os._exit(0)
+        case "leave a child":
+            os.fork() or threading.Event().wait()
+            os._exit(0)
+        case "fork":
+            if child := os.fork():
+                os.waitpid(child, 0)
+                return 0.5
+            return 0.75
         case "raise":
             raise Unpicklable("two\nlines", 2)
         case "exit":
@@ -108,19 +126,92 @@ async def test_a_call_whose_process_is_killed_is_made_again(pool, tmp_path):
 
 
 async def test_processes_that_are_killed_while_they_are_idle(pool):
-    """pebble gives up then."""
     await pool.score({"how": "number"})
     for child in psutil.Process().children():
         child.kill()
     assert (await pool.score({"how": "number"})).value == 0.25
 
 
-async def test_a_call_that_no_process_takes_is_given_up(pool, monkeypatch):
-    monkeypatch.setattr(pools, "START_SECONDS", -0.3)
-    found = await pool.score({"how": "hang"})
-    assert (found.failure, found.reason) == (Failure.DIED, "no process took it in -0.3 s")
-    monkeypatch.undo()
+async def test_a_process_that_does_not_start_is_given_up(pool, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(pools, "START_SECONDS", 0.1)
+        patched.setattr(pools, "_serve", lambda *given: threading.Event().wait())
+        found = await pool.score({"how": "number"})
+    assert found.failure is Failure.DIED and found.reason.endswith("or was not there in 0.1 s")
     assert (await pool.score({"how": "number"})).value == 0.25
+
+
+async def test_calls_that_hang_hold_no_process_from_others():
+    """A second of the limit of ten minutes would be too long for them to be over."""
+    pool = RewardPool(behave, processes=1, limit=600)
+    hanging = [asyncio.create_task(pool.score({"how": "hang"})) for _ in range(5)]
+    assert (await asyncio.wait_for(pool.score({"how": "number"}), 60)).value == 0.25
+    assert not any(call.done() for call in hanging)
+    for call in hanging:
+        call.cancel()
+    await asyncio.wait(hanging)
+    await pool.close()
+
+
+async def test_calls_that_compute_for_long_do_not_either(monkeypatch):
+    monkeypatch.setattr(pools, "LONG", 0.0005)
+    pool = RewardPool(behave, processes=1, limit=600)
+    spinning = [asyncio.create_task(pool.score({"how": "spin"})) for _ in range(3)]
+    assert (await asyncio.wait_for(pool.score({"how": "number"}), 60)).value == 0.25
+    assert not any(call.done() for call in spinning)
+    for call in spinning:
+        call.cancel()
+    await asyncio.wait(spinning)
+    await pool.close()
+
+
+async def test_calls_that_compute_are_no_more_than_processes():
+    pool = RewardPool(behave, processes=1, limit=600)
+    calls = [asyncio.create_task(pool.score({"how": "spin"})) for _ in range(2)]
+    await asyncio.sleep(10 * pools.LOOK_SECONDS)
+    assert [call.holds for call in pool._calls] == [True] and len(pool._queue) == 1
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+    await pool.close()
+
+
+async def test_as_many_wait_at_once_as_extra_says(tmp_path):
+    """As for a remote judge: all have to be there before any goes on."""
+    pool = RewardPool(meet, processes=1, extra=7, limit=60)
+    found = await asyncio.gather(*(pool.score({"folder": str(tmp_path), "name": str(n), "all": 8}) for n in range(8)))
+    assert [reward.value for reward in found] == [1.0] * 8
+    await pool.close()
+
+
+def meet(folder: str, name: str, all: int) -> float:
+    (Path(folder) / name).touch()
+    while len(os.listdir(folder)) < all:
+        time.sleep(0.05)
+    return 1.0
+
+
+async def test_too_much_memory_is_a_failure_of_its_own():
+    pool = RewardPool(behave, processes=1, limit=60, memory=64 << 20, failed_reward=FAILED)
+    found = await pool.score({"how": "memory"})
+    assert (found.failure, found.value, found.reason) == (Failure.MEMORY, FAILED, "more than 64 MiB (setting memory)")
+    assert (await pool.score({"how": "number"})).value == 0.25
+    await pool.close()
+
+
+async def test_a_process_that_ends_with_code_0_has_died():
+    """Found by its end, and not by the limit; also if a child of it lives on."""
+    pool = RewardPool(behave, processes=1, limit=600)
+    for how in ("leave", "leave a child"):
+        found = await asyncio.wait_for(pool.score({"how": how}), 60)
+        assert (found.failure, found.reason) == (Failure.DIED, "its process ended with code 0")
+    await pool.close()
+
+
+async def test_a_child_that_comes_back_gives_no_answer():
+    pool = RewardPool(behave, processes=1, limit=60)
+    assert [(await pool.score({"how": how})).value for how in ("fork", "number")] == [0.5, 0.25]
+    await pool.close()
 
 
 async def test_cancelling_ends_a_call():
@@ -140,11 +231,13 @@ async def test_arguments_that_cannot_be_pickled(pool):
     assert found.failure is Failure.INVALID and found.reason.startswith("its arguments cannot be pickled: ")
 
 
-async def test_times(pool):
+async def test_times():
     """With as many calls as processes none waits; a third one waits for what one of these takes."""
+    pool = RewardPool(behave, processes=2, extra=0, limit=0.3)
     rewards = await asyncio.gather(*(pool.score({"how": "hang"}) for _ in range(3)))
     assert max(reward.waiting for reward in rewards[:2]) < 0.3 <= min(reward.running for reward in rewards)
     assert rewards[2].waiting >= 0.3
+    await pool.close()
 
 
 async def ask(how: str, meet: asyncio.Barrier) -> float:
@@ -243,6 +336,8 @@ def test_what_a_call_has_started_ends_with_the_job(line, tmp_path, start):
     ("given", "said"),
     [
         ({"processes": 0}, "processes is 0, must be 1 or more"),
+        ({"extra": -1}, "extra is -1, must be 0 or more"),
+        ({"memory": 0}, "memory is 0, must be bytes, 1 or more"),
         ({"limit": 0}, "limit is 0, must be seconds above 0"),
         ({"limit": math.inf}, "limit is inf, must be seconds above 0"),
         ({"failed_reward": math.nan}, "failed_reward is nan, must be a finite number"),

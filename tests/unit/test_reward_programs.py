@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sglang_pat.rewards import fusion
+from sglang_pat.rewards import fusion, programs
 from sglang_pat.rewards.limits import TimeLimits
 from sglang_pat.rewards.local import Unprotected
 from sglang_pat.rewards.programs import (
@@ -20,12 +21,12 @@ from sglang_pat.rewards.programs import (
     matches_output,
     matches_result,
     run_again,
-    score_response,
 )
 from sglang_pat.rewards.runs import Run, SandboxError
 from sglang_pat.rewards.sandbox import make_sandbox
 
 pytestmark = pytest.mark.unit
+score_response = functools.partial(programs.score_response, maximum=30.0)
 
 
 class Scripted:

@@ -100,7 +100,7 @@ def test_an_escape(name, who, bubblewrap, monkeypatch):
         assert found["output"] == output, found
     if found["ended"] == "cut":
         own = found["wall"] - found["waited"]
-        assert escapes.LIMIT <= own and found["wall"] < escapes.MAXIMUM, found
+        assert escapes.LIMIT - 1e-9 <= own and found["wall"] < escapes.MAXIMUM, found
 
 
 def test_a_sandbox_that_is_killed_in_the_middle_gives_the_same_reward(bubblewrap, monkeypatch):
@@ -119,7 +119,7 @@ def test_a_sandbox_that_is_killed_in_the_middle_gives_the_same_reward(bubblewrap
 
     monkeypatch.setattr(LocalSession, "_read", read)
     monkeypatch.setattr(LocalSession, "_ask", ask)
-    score = score_response("```python\nprint(2 * int(input()))\n```", truth, bubblewrap, [5.0] * 3)
+    score = score_response("```python\nprint(2 * int(input()))\n```", truth, bubblewrap, [5.0] * 3, maximum=30.0)
     assert kills and score.value == 1 and [run.outcome for run in score.runs] == ["right"] * 3
 
 
@@ -300,17 +300,67 @@ def test_none_has_to_be_written_and_keeps_the_limits():
 
 
 def test_what_is_cut_reports_the_clock_that_cut_it(monkeypatch):
-    clock, waits = iter([0.0, 10.0, 10.0]), iter([0.0, 9.5])  # it waits for a core after it was decided to cut it
+    clock, cpu = iter([0.0, 10.0, 10.0, 20.0]), iter([1.5, 9.0])  # it gets a core after it was decided to cut it
     program = subprocess.Popen(["sleep", "60"])
     monkeypatch.setattr(program_runner, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.setattr(program_runner, "measure_wait", lambda pid: next(waits))
+    monkeypatch.setattr(program_runner, "look", lambda pid: program_runner.Look(next(cpu), 1))
+    monkeypatch.setattr(program_runner, "measure_children", lambda: 0.0)
     monkeypatch.setattr(program_runner, "end_all", lambda pid: None)
     monkeypatch.setattr(program_runner.os, "fork", lambda: program.pid)
     with open(os.devnull) as control:
         found = program_runner.run_case(
             {"limit": 1.0, "maximum": 60.0, "stdin": "", "output": 100}, control.fileno(), {}
         )
-    assert found and (found["ended"], found["wall"], found["waited"]) == ("cut", 10.0, 0.0)
+    assert found and (found["ended"], found["wall"], found["waited"]) == ("cut", 10.0, 8.5)
+
+
+def follow(*looks: tuple[float, float, int], cores: int = 2) -> float:
+    """Seconds by the clock after (wall, CPU, ready threads) at some moments."""
+    clock = program_runner.Clock(0.0, cores)
+    for wall, cpu, ready in looks:
+        clock.move(wall, program_runner.Look(cpu, ready))
+    return clock.seconds
+
+
+@pytest.mark.parametrize(
+    "looks, seconds",
+    [
+        ([(1.0, 1.0, 1), (2.0, 2.0, 1)], 2.0),  # alone
+        ([(1.0, 0.1, 1), (2.0, 0.2, 1)], 0.2),  # others have the cores
+        ([(1.0, 2.0, 14), (2.0, 4.0, 14)], 2.0),  # children, of which not all have a core
+        ([(1.0, 0.5, 14), (2.0, 1.0, 14)], 0.5),  # they, and others have three quarters
+        ([(0.1, 0.0, 0), (5.1, 0.0, 0)], 5.05),  # it sleeps
+        ([(0.1, 0.0, 0), (1.1, 0.0, 0), (1.2, 0.2, 14), (2.2, 2.2, 14)], 2.1),  # it sleeps, and then has children
+    ],
+)
+def test_the_clock_counts_what_a_program_takes_and_not_what_others_do(looks, seconds):
+    assert follow(*looks) == pytest.approx(seconds, abs=0.08)
+
+
+def test_without_a_look_the_clock_is_the_walls():
+    clock = program_runner.Clock(0.0, 2)
+    clock.move(3.0, None)
+    assert clock.seconds == 3.0
+
+
+FAMILIES = {
+    "children": "import os\nfor _ in range(3): os.fork() or exec('while True: pass')\nos.wait()",
+    "threads": "import threading\ndef f():\n  while True: pass\nfor _ in range(3): threading.Thread(target=f).start()",
+    "left the session": "import os\nif not os.fork():\n  os.setsid()\n  if not os.fork():\n    while True: pass\n"
+    "  os._exit(0)\nos.wait()\nwhile True: pass",
+}
+
+
+@pytest.mark.parametrize("kind", ["bubblewrap", "none"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_busy_family_is_cut_by_what_all_of_it_takes(name, kind):
+    try:
+        found = sandbox.make_sandbox({"kind": kind})
+    except ValueError as error:
+        pytest.skip(str(error))
+    with found.open(FAMILIES[name]) as session:
+        run = session.run("", 0.3, 60.0)
+    assert run.ended == "cut" and 0.3 <= run.seconds < 30, run
 
 
 @pytest.mark.parametrize(

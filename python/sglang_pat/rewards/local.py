@@ -159,6 +159,7 @@ def _make_rlimits(resources: Resources) -> dict[str, int]:
     """Of each process of a program.  Time is no one's here: a run has its own limit."""
     return {
         "RLIMIT_AS": resources.memory,
+        "RLIMIT_DATA": resources.memory,  # that of whoever starts it may be less
         "RLIMIT_NPROC": resources.processes,
         "RLIMIT_NOFILE": resources.files,
         "RLIMIT_FSIZE": resources.tmp,

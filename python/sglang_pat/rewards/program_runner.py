@@ -19,11 +19,15 @@ import struct
 import sys
 import time
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 KEPT_ERRORS = 4096
 """Bytes of stderr that are kept, the last ones."""
 PIECE = 1 << 16
+TICKS = os.sysconf("SC_CLK_TCK")
+LOOKS = 0.005, 0.05
+"""Seconds between two looks at a program, at least and at most; between them a tenth of its time so far."""
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def read_exactly(fd: int, size: int) -> bytes:
@@ -48,13 +52,76 @@ def write_message(fd: int, message: Any) -> None:
         data = data[os.write(fd, data) :]
 
 
-def measure_wait(pid: int) -> float:
-    """Seconds that the main thread of a process was ready and had no core; 0 where the kernel does not say."""
-    try:
-        with open(f"/proc/{pid}/schedstat", "rb") as file:
-            return int(file.read().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
+class Look(NamedTuple):
+    """A process's descendants at one moment."""
+
+    cpu: float
+    """Seconds that they and those of theirs that have ended took of all cores."""
+    ready: int
+    """Threads that have a core or want one."""
+
+
+def look(pid: int, itself: bool = False) -> Look | None:
+    """What has been started by a process, and by what it started; None where the kernel does not say.
+
+    Args:
+        itself: it counts, too.
+    """
+    cpu, ready, todo, seen = 0.0, 0, [pid], 0
+    while todo:
+        here = todo.pop()
+        try:
+            for thread in os.listdir(f"/proc/{here}/task"):
+                with open(f"/proc/{here}/task/{thread}/children") as file:
+                    todo += map(int, file.read().split())
+                seen += 1
+                if itself or here != pid:
+                    ready += read_stat(f"{here}/task/{thread}")[0] == "R"
+            if itself or here != pid:
+                cpu += sum(map(int, read_stat(str(here))[11:15])) / TICKS  # itself, and children that it waited for
+        except (OSError, IndexError, ValueError):
+            continue  # it has ended meanwhile
+    return Look(cpu, ready) if seen else None
+
+
+def read_stat(name: str) -> list[str]:
+    """From the state on; the name before it may have any character."""
+    with open(f"/proc/{name}/stat") as file:
+        return file.read().rpartition(")")[2].split()
+
+
+class Clock:
+    """Seconds that a program would take on a machine that it has for itself, as far as this can be seen.
+
+    While any of its threads, or of those of its descendants, wants a core: the time that they had cores, divided by as
+    many cores as they want.  While all sleep: the time on the wall.  So others do not make it run, and what a program's
+    own children take from it does.
+
+    Args:
+        before: seconds that this process's children had taken when the program began.
+    """
+
+    def __init__(self, before: float, cores: int) -> None:
+        self.before, self.cores = before, cores
+        self.wall = self.seconds = self.cpu = 0.0
+        self.ready = 1
+
+    def move(self, wall: float, found: Look | None) -> None:
+        """At ``wall`` seconds from the beginning this was found."""
+        passed, self.wall = wall - self.wall, wall
+        if found is None:
+            self.seconds += passed
+            return
+        used, self.cpu = max(0.0, found.cpu - self.before - self.cpu), max(self.cpu, found.cpu - self.before)
+        busy = used / min(max(self.ready, found.ready, 1), self.cores)
+        asleep = ((not self.ready) + (not found.ready)) / 2 * max(0.0, passed - busy)
+        self.seconds, self.ready = min(self.seconds + busy + asleep, wall), found.ready
+
+
+def measure_children() -> float:
+    """Seconds of all cores that children of this process took which have ended, and theirs."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def become_program(pipes: tuple[int, int, int], limits: dict[str, int]) -> None:
@@ -79,9 +146,20 @@ def end_all(pid: int) -> None:
         pass
     try:
         while True:
+            for child in find_children():  # also what has left for a session of its own
+                os.kill(child, signal.SIGKILL)
             os.waitpid(-1, 0)
-    except ChildProcessError:
+    except (ChildProcessError, ProcessLookupError):
         pass
+
+
+def find_children() -> list[int]:
+    """Of this process, which is the parent of all orphans among its descendants."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return list(map(int, file.read().split()))
+    except OSError:
+        return []
 
 
 class Watch:
@@ -89,7 +167,7 @@ class Watch:
 
     def __init__(self, pid: int, pipes: tuple[int, int, int], stdin: bytes, rest: dict[str, Any]) -> None:
         self.pid, self.rest = pid, rest
-        self.wall = self.waited = 0.0
+        self.clock = Clock(measure_children(), len(os.sched_getaffinity(0)))
         self.stdin, self.stdout, self.stderr = pipes
         self.input = memoryview(stdin)
         self.output, self.errors = bytearray(), bytearray()
@@ -106,11 +184,14 @@ class Watch:
         self.poll.register(ended, select.POLLIN)
         try:
             while True:
-                self.read_clock(start)
-                left = min(self.rest["limit"] - self.wall + self.waited, self.rest["maximum"] - self.wall)
+                self.read_clock(time.monotonic() - start)
+                wall = self.clock.wall
+                left = min(self.rest["limit"] - self.clock.seconds, self.rest["maximum"] - wall)
                 if left <= 0:
                     return "cut"
-                ready = [fd for fd, _ in self.poll.poll(math.ceil(left * 1000))]
+                shortest, longest = LOOKS
+                wait = max(shortest, min(longest, left, wall / 10))
+                ready = [fd for fd, _ in self.poll.poll(math.ceil(wait * 1000))]
                 if control in ready:
                     return "alone"
                 for fd in ready:
@@ -125,9 +206,12 @@ class Watch:
         finally:
             os.close(ended)
 
-    def read_clock(self, start: float) -> None:
-        self.wall = time.monotonic() - start
-        self.waited = min(measure_wait(self.pid), self.wall)
+    def read_clock(self, wall: float, ended: bool = False) -> None:
+        found = look(os.getpid())
+        if found is not None:
+            # Until it ended it did as before.
+            found = Look(found.cpu + measure_children(), self.clock.ready if ended else found.ready)
+        self.clock.move(wall, found)
 
     def _move(self, fd: int) -> bool:
         """Whether a stream moved on."""
@@ -176,11 +260,12 @@ def run_case(case: dict[str, Any], control: int, rlimits: dict[str, int]) -> dic
         os.close(fd)
     watch = Watch(pid, (in_write, out_read, err_read), case["stdin"].encode(errors="replace"), case)
     ended = watch.follow(start, control)
-    if ended != "cut":  # what is cut reports the clock that cut it
-        watch.read_clock(start)
+    wall = time.monotonic() - start
     if ended != "exit":
         os.kill(pid, signal.SIGKILL)
     _, status, usage = os.wait4(pid, 0)
+    if ended == "exit":  # what is cut reports the clock that cut it
+        watch.read_clock(wall, ended=True)
     end_all(pid)
     watch.close()
     if ended == "alone":
@@ -194,9 +279,9 @@ def run_case(case: dict[str, Any], control: int, rlimits: dict[str, int]) -> dic
         "ended": ended,
         "output": watch.output[: case["output"]].decode(errors="replace"),
         "error": said or (f"ended with {code}" if ended in ("error", "memory") else ""),
-        "wall": watch.wall,
+        "wall": watch.clock.wall,
         "cpu": usage.ru_utime + usage.ru_stime,
-        "waited": watch.waited,
+        "waited": watch.clock.wall - watch.clock.seconds,
     }
 
 
@@ -206,6 +291,10 @@ def main() -> str | None:
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
+    if os.getpid() != 1:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     first = read_message(control)
     write_message(answers, {"ready": os.getpid()})
     while True:

@@ -4,9 +4,10 @@ Blocking functions, made to be called in worker processes.  The owner of the tim
 runs afterwards; a worker talks to nobody::
 
     keys = get_keys(ground_truth)
-    score = score_response(response, ground_truth, sandbox, limits.get_limits(keys))
+    maximum = limits.rules.maximum
+    score = score_response(response, ground_truth, sandbox, limits.get_limits(keys), maximum=maximum)
     again = limits.record(score.runs)              # for each run: do it again when there is nothing else to do
-    limits.record([run_again(response, ground_truth, index, sandbox)])
+    limits.record([run_again(response, ground_truth, index, sandbox, maximum)])
 
 Test cases have verl's form, that of APPS and TACO: a mapping, or its JSON, with ``inputs`` and ``outputs``, lists of
 as many texts.  With ``fn_name`` an input is the arguments of this function as JSON, one a line, and an output is JSON,
@@ -24,10 +25,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sglang_pat.rewards.limits import CaseRun, LimitRules
+from sglang_pat.rewards.limits import CaseRun
 from sglang_pat.rewards.runs import Run, Sandbox, SandboxError
 
-MAXIMUM = LimitRules().maximum
 PATIENCE = 10
 """Times the maximum: wall seconds of a second run."""
 SHARED_CASES = 10
@@ -132,7 +132,8 @@ def score_response(
     sandbox: Sandbox,
     time_limits: Sequence[float],
     all_or_nothing: bool = True,
-    maximum: float = MAXIMUM,
+    *,
+    maximum: float,
 ) -> Score:
     """Run the program of a response on the test cases.
 
@@ -142,7 +143,7 @@ def score_response(
         time_limits: seconds of each case, in their order.
         all_or_nothing: 1 if all cases are right, else 0, and the first that is not ends it; false: the share of the
             first :data:`SHARED_CASES` that are right.
-        maximum: wall seconds of a case.
+        maximum: wall seconds of a case; that of the rules (:class:`~sglang_pat.rewards.limits.LimitRules`).
 
     Raises:
         ValueError: these are no test cases; one line.
@@ -171,7 +172,7 @@ def score_response(
 
 
 def run_again(
-    response: str, ground_truth: str | Mapping[str, Any], index: int, sandbox: Sandbox, maximum: float = MAXIMUM
+    response: str, ground_truth: str | Mapping[str, Any], index: int, sandbox: Sandbox, maximum: float
 ) -> CaseRun:
     """The second run of the case ``index`` that was cut, for ``TimeLimits.record``.  It changes no reward.
 

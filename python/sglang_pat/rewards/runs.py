@@ -1,7 +1,8 @@
 """What a sandbox is to those who use it: a program goes in, runs come out.
 
-The clock of the limits is the time that a program took less the time that it was ready and waited for a core.  A busy
-machine makes it no longer, and a program that sleeps is cut, too, which CPU time would not do.
+The clock of the limits is what a program would take on a machine that it has for itself: the time that it and its
+children had cores, divided by as many as they wanted, and the time that all of them slept.  A busy machine makes it no
+longer, and a program that sleeps is cut, too, which CPU time would not do.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Run:
     cpu: float = 0.0
     """Seconds, of all cores; of a service 0."""
     waited: float = 0.0
-    """Seconds that it was ready and had no core; 0 where nobody says so."""
+    """Seconds that others kept it and its children from cores; 0 where nobody says so."""
 
     @property
     def seconds(self) -> float:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 WHERE = f"reward.{NAME}"
 """Where our settings are."""
-POOL = {"limit": 30.0, "failed_reward": 0.0, "processes": None, "start": STARTS[0]}
+POOL = {"limit": 30.0, "failed_reward": 0.0, "processes": None, "extra": 32, "memory": 4 << 30, "start": STARTS[0]}
 """Settings of :class:`RewardPool`, and their defaults; ``processes`` of each of verl's reward workers: its share of the
 machine's cores."""
 OTHERS = ("sandbox", "time_limits", "all_or_nothing")
