@@ -20,6 +20,7 @@ from sglang_pat.messages import BeginRound
 
 pytestmark = pytest.mark.integration
 
+WHERE = "trainer.v1.sglang_pat_sync"
 BATCH, RESPONSES, LIMIT = 8, 2, 4000
 STRICT = {"tail_batching": "strict", "eta_prompts": 1.5, "max_deferrals": 4}
 SAMPLER = {"max_off_policy_threshold": None, "max_off_policy_strategy": "drop", "sampler_kwargs": {}}
@@ -67,7 +68,7 @@ class World(TailBatchingBuffer):
         if useless is not None:
             named = {"filter_groups_metric": "reward", "refill_fn": print, **named}
         super().__init__(
-            tail_batching.read_rules(STRICT | options, BATCH, RESPONSES, filter_groups=bool(named)), LIMIT,
+            tail_batching.read_rules(STRICT | options, WHERE, BATCH, RESPONSES, filter_groups=bool(named)), LIMIT,
             self.submitted, self.stopped, self.announced.append, take_ends=self.take_ends, drop=self.drop,
             trainer_mode="sync", trainer_config={}, **SAMPLER, **named,
         )  # fmt: skip

@@ -21,9 +21,14 @@ STOPS = "stop_reasons"
 """No runs: why each turn ended, in SGLang's words."""
 
 
+STOPPED = "stopped"
+"""Such a reason: the engine was told that nobody waits for the response any more.  After another abort verl's client of
+asynchronous trainers goes on."""
+
+
 def was_stopped(fields: Mapping[str, Any]) -> bool:
     """Whether the engine was told to stop while it generated a turn of this response."""
-    return "abort" in fields.get(STOPS, ())
+    return not {"abort", STOPPED}.isdisjoint(fields.get(STOPS, ()))
 
 
 class StopReasons(list[str]):

@@ -29,6 +29,7 @@ from verl.workers.engine.fsdp import transformer_impl
 from sglang_pat.integrations.verl import stream_options
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
 from sglang_pat.integrations.verl.streaming import SWITCHED_AT, Stream, check, count_least, set_mode
+from sglang_pat.integrations.verl.tail_batching import ChunkedTailBatchingBuffer
 from sglang_pat.integrations.verl.trainers import PREFIX, AdaptiveColocateAsync
 from sglang_pat.policies.lending import STRIDE, Move, Training, TrainingPace
 
@@ -74,6 +75,7 @@ class LentWorker(SummingWorker):
 class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
     """verl's ``colocate_async``, whose engines sleep when the batch is complete, and of which half trains before."""
 
+    _tail_batching_at = f"trainer.v1.{MODE}"
     _worker_class = LentWorker
     _training: Sequence[int] = ()
     """Data-parallel ranks that do not generate now."""
@@ -153,10 +155,11 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
             tags = (tag for key, tag in buffer.partitions["train"].items() if key.partition("_")[0] in groups)
             return _sum_tokens(tag for tag in tags if "response_len" in tag)
 
+        spare = buffer.count_spare() if isinstance(buffer, ChunkedTailBatchingBuffer) else 0
         return Training(
             samples=self.config.data.train_batch_size * n // engines, complete=complete * n // engines,
             ready=count_tokens(there) // engines, pending=count_tokens(buffer.running_keys["train"]) // engines,
-            seconds_per_token=seconds_per_token * engines, slowdown=slowdown,
+            seconds_per_token=seconds_per_token * engines, slowdown=slowdown, spare=spare // engines,
         )  # fmt: skip
 
     def _step_once(self, metrics: dict[str, Any], timing_raw: dict[str, float], groups: int) -> KVBatchMeta:

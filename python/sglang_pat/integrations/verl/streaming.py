@@ -40,9 +40,14 @@ from verl.utils.py_functional import rename_dict
 from sglang_pat.integrations.verl import options, stream_options
 from sglang_pat.integrations.verl.fields import STEPS, expand_runs
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
-from sglang_pat.integrations.verl.tail_batching import POLL_SECONDS
+from sglang_pat.integrations.verl.tail_batching import (
+    POLL_SECONDS,
+    ChunkedTailBatchingBuffer,
+    NoResponseError,
+    make_no_response_error,
+)
 from sglang_pat.integrations.verl.trainers import PREFIX, AdaptiveSeparateAsync, AdaptiveTrainer
-from sglang_pat.messages import BeginRound, EndRound
+from sglang_pat.messages import EndRound
 from sglang_pat.policies.lengths import WINDOW
 from sglang_pat.rollout.scale_down import ScaleDown, project_peak
 
@@ -67,8 +72,6 @@ def check(config: DictConfig, mode: str) -> None:
         ValueError: one line, in the words of verl's configuration.
     """
     where = f"trainer.v1.trainer_mode={mode}"
-    if given := config.trainer.v1.get(mode):
-        raise ValueError(f"trainer.v1.{mode} has no option {min(given)!r}, must be left out: it has none")
     rollout, sampler = config.actor_rollout_ref.rollout, config.trainer.v1.sampler
     if rollout.name != options.NAME:
         raise ValueError(
@@ -97,7 +100,8 @@ def set_mode(config: DictConfig, mode: str) -> DictConfig:
 class Stream(AdaptiveTrainer):
     """Each step: :meth:`step`.  What :data:`MODE` and the mode of lent ranks have in common."""
 
-    _has_rounds = True
+    _has_rounds = _announces_steps = True
+    _buffer_class = ChunkedTailBatchingBuffer
     _worker_class: type[SummingWorker] = SummingWorker
 
     def __init__(self, config: DictConfig) -> None:
@@ -120,12 +124,8 @@ class Stream(AdaptiveTrainer):
         self._announce_round(EndRound())
         super().on_step_end()
 
-    def _add_batch_to_generate(self) -> None:
-        rollout, prompts = self.config.actor_rollout_ref.rollout, self.config.data.train_batch_size
-        about = {"max_new_tokens": rollout.response_length}
-        filters = self.replay_buffer.filter_groups_metric is not None  # then more prompts may come
-        self._announce_round(BeginRound(**about) if filters else BeginRound.of_size(prompts, rollout.n, **about))
-        super()._add_batch_to_generate()
+    def _stop_all(self) -> None:
+        ray.get([handle.stop_requests.remote() for handle in self._list_engines()])
 
     def _expect_scale_down(self, engines: Sequence[ActorHandle], share: float = 1.0) -> ScaleDown:
         """The moment at which GPUs may leave the round.
@@ -143,7 +143,10 @@ class Stream(AdaptiveTrainer):
         tags = self.replay_buffer.partitions["train"].values()  # also some of a checkpoint from which the job went on
         ended = [tag for tag in tags if "response_len" in tag and tag["global_steps"] == self.global_steps]
         prompt = sum(tag["prompt_len"] for tag in ended) / max(len(ended), 1)
-        return project_peak(self._lengths, len(ended), groups * rollout.n, prompt, rollout.response_length)
+        responses = groups * rollout.n
+        if isinstance(self.replay_buffer, ChunkedTailBatchingBuffer):
+            responses = len(ended) + self.replay_buffer.count_running()
+        return project_peak(self._lengths, len(ended), responses, prompt, rollout.response_length)
 
     def _look_for_groups(self, metrics: dict[str, Any]) -> set[str]:
         """Those that are complete now and were not trained on; waits for none.  ``metrics`` get verl's figures of those
@@ -157,7 +160,8 @@ class Stream(AdaptiveTrainer):
         found = MetricsAggregator()
         found.add_step_metrics(self.prepare_step())
         self.actor_rollout_wg.begin_step()
-        wanted, chunks, hidden, exposed = self.config.data.train_batch_size, list[KVBatchMeta](), 0.0, 0.0
+        batch = wanted = self.config.data.train_batch_size
+        chunks, hidden, exposed = list[KVBatchMeta](), 0.0, 0.0
         while wanted:
             of_chunk: dict[str, Any] = {}
             with marked_timer("gen", timing_raw, color="red"):
@@ -165,7 +169,10 @@ class Stream(AdaptiveTrainer):
             found.add_step_metrics(evicted)
             wanted -= groups
             began = time.perf_counter()
-            chunk = self._step_once(of_chunk, timing_raw, groups)
+            try:
+                chunk = self._step_once(of_chunk, timing_raw, groups)
+            except NoResponseError:  # the batch lacks these groups
+                continue
             seconds = time.perf_counter() - began
             # What ended the batch may have come at the chunk's begin: then nothing of it was hidden.
             if wanted > self.replay_buffer.get_sampleable_count(self.global_steps, "train"):
@@ -176,6 +183,11 @@ class Stream(AdaptiveTrainer):
             self._lengths += (tag["response_len"] for tag in chunk.tags if not tag.get("is_padding"))
             found.aggregation_rules["sum"] += [name for name in of_chunk if name.startswith("rollout/tokens/")]
             found.add_step_metrics(of_chunk, sample_count=len(chunk))
+        if not chunks:
+            raise make_no_response_error(batch)
+        if isinstance(self.replay_buffer, ChunkedTailBatchingBuffer):
+            with marked_timer("gen", timing_raw, color="red"):
+                found.add_step_metrics(self.replay_buffer.end_step(self.global_steps))
         with marked_timer("update_actor", timing_raw, color="red"):
             update = self._finish_update(sum(map(_count_sequences, chunks)))
         metrics.update(found.get_aggregated_metrics() | update)
@@ -263,6 +275,8 @@ class AdaptiveStream(Stream, AdaptiveSeparateAsync, _OneVersion):
     to train (:mod:`sglang_pat.rollout.scale_down`).  They change sides as whole replicas, and their requests go on
     elsewhere, from their tokens.
     """
+
+    _tail_batching_at = f"trainer.v1.{MODE}"
 
     def __init__(self, config: DictConfig) -> None:
         check(config, MODE)
