@@ -16,8 +16,8 @@ from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils
 
 from sglang_pat.integrations.verl import lending, streaming
-from sglang_pat.integrations.verl.fields import STEPS
-from sglang_pat.integrations.verl.streaming import AdaptiveStream, check_weights
+from sglang_pat.integrations.verl.fields import STEPS, was_stopped
+from sglang_pat.integrations.verl.streaming import AdaptiveStream, check_samples
 from sglang_pat.policies.lending import STRIDE, Move, Training
 
 from . import jobs, verl_rewards, verl_stream_jobs
@@ -72,20 +72,26 @@ CASES = {
 """What is set for the streamed job only, and for both."""
 
 
+def run_gated(verl_job, tmp_path, case: str, agent: str, *more: str) -> tuple[jobs.Job, tuple[str, ...]]:
+    """A streamed job, and what a job of verl's own has in common with it."""
+    mode, settings = CASES[case]
+    agents, name = tmp_path / "agents.yaml", f"trainer.experiment_name={tmp_path.name}"
+    agents.write_text(f"- name: gated\n  _target_: {verl_stream_jobs.__name__}.{agent}\n")
+    common = (*COMMON, HF_ONLY, *settings, name)
+    streamed = verl_job(
+        *SWITCHING, *common, *mode, *more,
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=gated",
+    )  # fmt: skip
+    return streamed, common
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_three_steps_are_those_of_verls_own_update(verl_job, own_modules, flat, tmp_path, case):
     """Most prompts of a step begin when gradients of its first chunk are there: a trainer that waits for the batch
     would wait for ever.  verl's own trainer then gets the samples, all at once."""
-    mode, settings = CASES[case]
-    agents, name = tmp_path / "agents.yaml", f"trainer.experiment_name={tmp_path.name}"
-    agents.write_text(f"- name: gated\n  _target_: {verl_stream_jobs.__name__}.GatedAgent\n")
-    common = (*COMMON, HF_ONLY, *settings, name)
-    streamed = verl_job(
-        *SWITCHING, *common, *mode,
-        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
-        "actor_rollout_ref.rollout.agent.default_agent_loop=gated",
-    )  # fmt: skip
+    streamed, common = run_gated(verl_job, tmp_path, case, "GatedAgent")
     assert len(streamed.steps) == 3
     for step in streamed.steps:
         assert step["training/stream/chunks"] >= 2 and step["training/stream/hidden_seconds"] > 0
@@ -95,11 +101,44 @@ def test_three_steps_are_those_of_verls_own_update(verl_job, own_modules, flat, 
             assert 0.2 <= step["training/stream/switched_at"] <= FIRST / BATCH
     if case == "lent":  # one switch to lend, one to take back, and others of the policy's
         assert min(streamed.series("rollout/switches")) >= 2
+    compare_with_verl(verl_job, flat, streamed, common)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_tail_batching_chooses_the_prompts_that_are_streamed(verl_job, own_modules, flat, tmp_path, case):
+    """Of 12 prompts that a step starts four go on until they are stopped.  After two steps there are eight of them, for
+    a step of their own.  In each step most prompts wait for its first chunk."""
+    mode = "sglang_pat_stream_lent" if case == "lent" else "sglang_pat_stream"
+    where = f"+trainer.v1.{mode}"
+    streamed, common = run_gated(
+        verl_job, tmp_path, case, "TailAgent", "data.gen_batch_size=1", f"{where}.tail_batching=strict",
+        f"{where}.eta_prompts=1.5",
+    )  # fmt: skip
+    name = "training/tail_batching/"
+    assert streamed.series(f"{name}long_round") == [0, 0, 1]
+    assert streamed.series(f"{name}stopped_prompts") == [4, 4, 0]
+    assert streamed.series(f"{name}waiting_prompts") == [4, 8, 0]
+    trained = []
+    for number, step in enumerate(streamed.steps, 1):
+        assert step["training/stream/chunks"] >= 2 and step["training/stream/hidden_seconds"] > 0
+        if case != "separate":
+            assert 0.2 <= step["training/stream/switched_at"] <= FIRST / BATCH
+        _, _, samples = torch.load(verl_stream_jobs.get_path(number), weights_only=False)
+        assert not any(map(was_stopped, samples["extra_fields"])) and len(samples) == 4 * BATCH
+        trained += sorted(samples["index"])[::4]
+    long = [index for index in range(24) if verl_stream_jobs.takes_long(index)]
+    assert trained == [index for index in range(24) if index not in long] + long
+    compare_with_verl(verl_job, flat, streamed, common)
+
+
+def compare_with_verl(verl_job, first: Path, streamed: jobs.Job, common: tuple[str, ...]) -> None:
+    """verl's own trainer gets the samples, all of a step at once."""
     own = verl_job(*SWITCHING, *common, "trainer.v1.trainer_mode=replayed_sync")
     # Advantages are about 1 and add up to 0, so that a loss is what rounding leaves of them.
     for name, rounding in {"actor/pg_loss": 1e-5, "actor/grad_norm": 1e-6, "critic/score/mean": 1e-6}.items():
         assert streamed.series(name) == pytest.approx(own.series(name), rel=1e-4, abs=rounding), name
-    compare_weights(flat, streamed, own)
+    compare_weights(first, streamed, own)
 
 
 @pytest.mark.long
@@ -194,7 +233,10 @@ def test_a_step_has_its_own_prompts_only():
             "trainer.v1.sampler.custom_sampler={path: mine.py, name: Mine}",
             f"trainer.v1.sampler.custom_sampler.path is 'mine.py', must be left out with {streaming.WHERE}: ",
         ),
-        ("+trainer.v1.sglang_pat_stream={chunk: 2}", "trainer.v1.sglang_pat_stream has no option 'chunk', must be "),
+        (
+            "+trainer.v1.sglang_pat_stream={chunk: 2}",
+            "trainer.v1.sglang_pat_stream has no option 'chunk'; choose from ",
+        ),
         ("actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.ppo_epochs is 2, must be 1 with trainer.v1."),
     ],
 )
@@ -221,9 +263,9 @@ def test_each_token_is_of_the_weights_of_its_step(monkeypatch, runs, line):
     monkeypatch.setattr(streaming.tq, "kv_batch_get", lambda **_: {"response_mask": mask, "extra_fields": fields})
     batch = KVBatchMeta(partition_id="train", keys=["uid_0_0"], tags=[{}])
     if line is None:
-        return check_weights(batch, 4)
+        return check_samples(batch, 4)
     with pytest.raises(RuntimeError) as refused:
-        check_weights(batch, 4)
+        check_samples(batch, 4)
     assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
 
 

@@ -19,8 +19,11 @@ from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentL
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
+from sglang_pat.integrations.verl.fields import was_stopped
 from sglang_pat.integrations.verl.lending import AdaptiveStreamLent
 from sglang_pat.integrations.verl.streaming import AdaptiveStream, Stream
+from sglang_pat.integrations.verl.tail_batching import TailBatchingBuffer
+from sglang_pat.rollout.state import LONG
 
 BATCH, FIRST = 8, 3
 """Prompts of a step, and those of them that begin before something was trained."""
@@ -30,24 +33,57 @@ GATE = "gate"
 
 
 class Gate:
-    """Opens at a step's first chunk, for the prompts that wait."""
+    """Opens at a step's first chunk, for the prompts that wait; the first ones of a step do not."""
 
     def __init__(self) -> None:
         self._steps: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        self._first: defaultdict[int, set[str]] = defaultdict(set)
+        self._long: dict[int, asyncio.Future[bool]] = {}
 
     async def open(self, step: int) -> None:
         self._steps[step].set()
 
-    async def wait(self, step: int) -> None:
-        await self._steps[step].wait()
+    async def wait(self, step: int, uid: str) -> None:
+        first = self._first[step]
+        if len(first) < FIRST:
+            first.add(uid)
+        if uid not in first:
+            await self._steps[step].wait()
+
+    async def begin(self, step: int, is_long: bool) -> None:
+        """A round, in which prompts that take long may end."""
+        self._get_kind(step).set_result(is_long)
+
+    async def is_long(self, step: int) -> bool:
+        return await self._get_kind(step)
+
+    def _get_kind(self, step: int) -> asyncio.Future[bool]:
+        return self._long.setdefault(step, asyncio.get_running_loop().create_future())
 
 
 class GatedAgent(SingleTurnAgentLoop):
+    """All prompts of a step but the first wait for its first chunk."""
+
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        step, number = divmod(int(kwargs["index"]), BATCH)
-        if number >= FIRST:
-            await ray.get_actor(GATE).wait.remote(step + 1)
+        await ray.get_actor(GATE).wait.remote(int(kwargs["global_steps"]), kwargs["uid"])
         return await super().run(sampling_params, **kwargs)
+
+
+class TailAgent(GatedAgent):
+    """Also, each third prompt goes on until it is stopped, but in a round for such prompts."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        step = int(kwargs["global_steps"])
+        if takes_long(int(kwargs["index"])) and not await ray.get_actor(GATE).is_long.remote(step):
+            while True:
+                output = await SingleTurnAgentLoop.run(self, sampling_params, **kwargs)
+                if was_stopped(output.extra_fields):
+                    return output
+        return await super().run(sampling_params, **kwargs)
+
+
+def takes_long(index: int) -> bool:
+    return index % 3 == 2
 
 
 def get_path(step: int) -> Path:
@@ -61,6 +97,14 @@ class _Recorded(Stream):
     def _setup(self) -> None:
         self._gate = ray.remote(Gate).options(name=GATE, num_cpus=0, max_concurrency=1000).remote()
         super()._setup()
+
+    def prepare_step(self) -> dict[str, Any]:
+        found = super().prepare_step()
+        if isinstance(self.replay_buffer, TailBatchingBuffer):
+            under_way = self.replay_buffer._admitter.state.round
+            assert under_way is not None
+            ray.get(self._gate.begin.remote(self.global_steps, under_way.kind == LONG))
+        return found
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         batch = super()._update_actor(batch, metrics)

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import ray
 import torch
 from omegaconf import DictConfig
+from ray.actor import ActorHandle
 from torch.distributed.device_mesh import DeviceMesh
 from transfer_queue import KVBatchMeta
 from verl.single_controller.base.decorator import Dispatch, register
@@ -51,8 +52,22 @@ def list_replicas(ranks: int, size: int, engine: int) -> list[list[int]]:
     ]
 
 
+class Bell:
+    """An actor that trainers' ranks ask between two passes whether they are to stop."""
+
+    def __init__(self) -> None:
+        self._rung = False
+
+    async def set(self, rung: bool) -> None:
+        self._rung = rung
+
+    async def is_rung(self) -> bool:
+        return self._rung
+
+
 class LentWorker(SummingWorker):
-    """Its replicas are strided."""
+    """Its replicas are strided.  Each does what a chunk needs without the others: the pass of the reference policy,
+    and an early end."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -64,6 +79,12 @@ class LentWorker(SummingWorker):
 
         with patch.object(transformer_impl, "create_device_mesh", make_mesh):
             super().init_model()
+        self.actor.reference = self.ref
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def listen(self, bell: ActorHandle) -> None:
+        """From now on a chunk ends early when the bell was rung."""
+        self.actor.is_interrupted = lambda: ray.get(bell.is_rung.remote())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def empty_cache(self) -> None:
@@ -86,8 +107,13 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
         super().__init__(set_mode(config, "colocate_async"))
         self._pace = TrainingPace()
 
+    def _setup(self) -> None:
+        super()._setup()
+        self._bell = ray.remote(Bell).options(num_cpus=0).remote()
+        self.actor_rollout_wg.listen(self._bell)
+
     def prepare_step(self) -> dict[str, Any]:
-        self._training, self._asked_at, self._switched_at = (), 0, 1.0
+        self._training, self._asked_at, self._switched_at, self._generates = (), 0, 1.0, True
         self._lent: dict[int, list[int]] = {}
         """Ranks that an engine has lent; none: it lends no more in this step."""
         self._pace.end_step()
@@ -104,7 +130,8 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
             if self._training and len(there) >= count_least(wanted):
                 return len(there), metrics
             last = self.replay_buffer._wait_for_next_poll("train", last)
-        self._end_generation()
+        if self._generates:
+            self._end_generation()
         return wanted, metrics | {SWITCHED_AT: self._switched_at}
 
     def _follow_policy(self, complete: int, there: set[str]) -> None:
@@ -163,10 +190,11 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
         )  # fmt: skip
 
     def _step_once(self, metrics: dict[str, Any], timing_raw: dict[str, float], groups: int) -> KVBatchMeta:
-        start = time.perf_counter()
+        start, training = time.perf_counter(), self._training
         chunk = super()._step_once(metrics, timing_raw, groups)
-        tokens = _sum_tokens(tag for tag in chunk.tags if not tag.get("is_padding"))
-        self._pace.add(time.perf_counter() - start, tokens, lent=len(self._training) < self._count_trainer_ranks())
+        if self._training is training:  # all of it on the same ranks
+            tokens = _sum_tokens(tag for tag in chunk.tags if not tag.get("is_padding"))
+            self._pace.add(time.perf_counter() - start, tokens, lent=len(training) < self._count_trainer_ranks())
         return chunk
 
     def _take_back(self, engines: Sequence[int]) -> None:
@@ -179,10 +207,39 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
     def _end_generation(self) -> None:
         self._take_back(range(len(self._list_engines())))
         AdaptiveColocateAsync.on_sample_end(self)  # verl's: the engines sleep
-        self._training = range(self._count_trainer_ranks())
+        self._training, self._generates = range(self._count_trainer_ranks()), False
+
+    def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        """Nothing: verl's is a pass of all ranks.  Here it is a part of the one that trains."""
+        return batch
+
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        """The gradients of a chunk.  When the batch is complete, all ranks go on with what is left of it."""
+        rest = batch
+        while left := self._add_gradients(rest, metrics):
+            self._end_generation()
+            ray.get(self._bell.set.remote(False))
+            rest = _deal(rest, left, self._count_trainer_ranks())
+        return batch
+
+    def _look_while_training(self, metrics: dict[str, Any]) -> int:
+        groups = super()._look_while_training(metrics)
+        if self._generates and groups >= self._left:
+            ray.get(self._bell.set.remote(True))
+        return groups
 
     def _list_training_ranks(self) -> Sequence[int]:
         return self._training
+
+
+def _deal(batch: KVBatchMeta, keys: set[str], ranks: int) -> KVBatchMeta:
+    """Some samples of a batch, in an order in which equal parts are for ranks with about the same work."""
+    rows = sorted((i for i, key in enumerate(batch.keys) if key in keys), key=lambda i: -batch.tags[i]["seq_len"])
+    rows = [i for rank in range(ranks) for i in rows[rank::ranks]]
+    return KVBatchMeta(
+        partition_id=batch.partition_id, keys=[batch.keys[i] for i in rows], tags=[batch.tags[i] for i in rows],
+        extra_info=dict(batch.extra_info),
+    )  # fmt: skip
 
 
 def _sum_tokens(tags: Iterable[Mapping[str, Any]]) -> int:

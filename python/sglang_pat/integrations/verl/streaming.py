@@ -38,7 +38,7 @@ from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import rename_dict
 
 from sglang_pat.integrations.verl import options, stream_options
-from sglang_pat.integrations.verl.fields import STEPS, expand_runs
+from sglang_pat.integrations.verl.fields import STEPS, expand_runs, was_stopped
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
 from sglang_pat.integrations.verl.tail_batching import (
     POLL_SECONDS,
@@ -108,6 +108,10 @@ class Stream(AdaptiveTrainer):
         super().__init__(config)
         self.replay_buffer.poll_interval = POLL_SECONDS
         self._lengths: deque[int] = deque(maxlen=WINDOW)
+        self._left = 0
+        """Groups that the batch has beside those that were trained on and those of the chunk that is being trained."""
+        self._lacked_at = 0.0
+        """When groups of the batch were last seen to be under way, by the performance counter."""
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -167,18 +171,17 @@ class Stream(AdaptiveTrainer):
             with marked_timer("gen", timing_raw, color="red"):
                 groups, evicted = self._wait_for_groups(wanted)
             found.add_step_metrics(evicted)
-            wanted -= groups
-            began = time.perf_counter()
+            wanted = self._left = wanted - groups
+            began = self._lacked_at = time.perf_counter()
             try:
                 chunk = self._step_once(of_chunk, timing_raw, groups)
             except NoResponseError:  # the batch lacks these groups
                 continue
-            seconds = time.perf_counter() - began
-            # What ended the batch may have come at the chunk's begin: then nothing of it was hidden.
+            ended = time.perf_counter()
             if wanted > self.replay_buffer.get_sampleable_count(self.global_steps, "train"):
-                hidden += seconds
-            else:
-                exposed += seconds
+                self._lacked_at = ended
+            hidden += self._lacked_at - began
+            exposed += ended - self._lacked_at
             chunks.append(chunk)
             self._lengths += (tag["response_len"] for tag in chunk.tags if not tag.get("is_padding"))
             found.aggregation_rules["sum"] += [name for name in of_chunk if name.startswith("rollout/tokens/")]
@@ -205,7 +208,7 @@ class Stream(AdaptiveTrainer):
         return min(len(there), wanted), found
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], **named: Any) -> KVBatchMeta:
-        check_weights(batch, self.global_steps - 1)
+        check_samples(batch, self.global_steps - 1)
         return super()._balance_batch(batch, metrics, **named)
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
@@ -230,8 +233,25 @@ class Stream(AdaptiveTrainer):
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         """The gradients of a chunk."""
-        ray.get(self.actor_rollout_wg.add_gradients(self._divide(batch)))
+        self._add_gradients(batch, metrics)
         return batch
+
+    def _add_gradients(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> set[str]:
+        """Those of a balanced batch; returns what was not trained on, since the ranks were interrupted."""
+        shares = self._divide(batch)
+        futures = self.actor_rollout_wg.add_gradients(shares)
+        while len(ray.wait(futures, num_returns=len(futures), timeout=POLL_SECONDS)[0]) < len(futures):
+            self._look_while_training(metrics)
+        given = {key for share in shares if share for key in share.keys}
+        added = zip(shares, ray.get(futures), strict=True)
+        return given - {share.keys[row] for share, sums in added if share for row in sums.rows}
+
+    def _look_while_training(self, metrics: dict[str, Any]) -> int:
+        """Useless groups are replaced, and a full batch stops what else runs; groups that are complete."""
+        groups = len(self._look_for_groups(metrics))
+        if groups < self._left:
+            self._lacked_at = time.perf_counter()
+        return groups
 
     def _divide(self, batch: KVBatchMeta) -> list[KVBatchMeta | None]:
         """A balanced batch by data-parallel ranks, without what verl has filled it up with."""
@@ -329,14 +349,14 @@ def _count_sequences(batch: KVBatchMeta) -> int:
     return sum(not tag.get("is_padding") for tag in batch.tags)
 
 
-def check_weights(batch: KVBatchMeta, version: int) -> None:
-    """Hold that these weights, and no others, generated each token of a batch.
+def check_samples(batch: KVBatchMeta, version: int) -> None:
+    """Hold that these weights, and no others, generated each token of a batch, and that no response was cut.
 
     Args:
         version: verl's, the step after which they were sent.
 
     Raises:
-        RuntimeError: others have; one line.
+        RuntimeError: it is not so; one line.
     """
     data = tq.kv_batch_get(
         keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask", "extra_fields"]
@@ -344,6 +364,8 @@ def check_weights(batch: KVBatchMeta, version: int) -> None:
     for key, mask, fields in zip(
         batch.keys, data["response_mask"].unbind(), data.get("extra_fields").tolist(), strict=True
     ):
+        if was_stopped(fields):
+            raise RuntimeError(f"response {key} was stopped before its end, must be whole: a step trains on such only")
         runs = fields.get(STEPS) or ((0, None),)
         if runs[0][0] == 0 and all(found == version for _, found in runs):
             continue  # as nearly always: a step has millions of tokens
