@@ -16,8 +16,10 @@ from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils
 
 from sglang_pat.integrations.verl import lending, streaming
-from sglang_pat.integrations.verl.fields import STEPS, was_stopped
+from sglang_pat.integrations.verl.fields import STEPS, STOPPED, STOPS, was_stopped
+from sglang_pat.integrations.verl.gradient_sums import Sums
 from sglang_pat.integrations.verl.streaming import AdaptiveStream, check_samples
+from sglang_pat.integrations.verl.tail_batching import NoResponseError
 from sglang_pat.policies.lending import STRIDE, Move, Training
 
 from . import jobs, verl_rewards, verl_stream_jobs
@@ -269,10 +271,25 @@ def test_each_token_is_of_the_weights_of_its_step(monkeypatch, runs, line):
     assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
 
 
-class World(AdaptiveStream):
-    """A step whose groups are complete as ``there`` says: how many are, each time that the trainer looks."""
+def test_a_response_that_was_stopped_is_never_trained_on(monkeypatch):
+    mask = torch.nested.as_nested_tensor([torch.tensor([1, 1])], layout=torch.jagged)
+    for reason in ("abort", STOPPED):
+        fields = SimpleNamespace(tolist=lambda reason=reason: [{STEPS: ((0, 4),), STOPS: ["stop", reason]}])
+        data = {"response_mask": mask, "extra_fields": fields}
+        monkeypatch.setattr(streaming.tq, "kv_batch_get", lambda data=data, **_: data)
+        with pytest.raises(RuntimeError, match=r"^response uid_0_0 was stopped before its end, must be whole: "):
+            check_samples(KVBatchMeta(partition_id="train", keys=["uid_0_0"], tags=[{}]), 4)
 
-    def __init__(self, batch: int, there: list[int]) -> None:
+
+class World(AdaptiveStream):
+    """A step whose groups are complete as ``there`` says: how many are, each time that the trainer looks.
+
+    Args:
+        fails: chunks of which no response is there, by number.
+    """
+
+    def __init__(self, batch: int, there: list[int], fails: tuple[int, ...] = ()) -> None:
+        self.fails = fails
         self.config: Any = SimpleNamespace(data=SimpleNamespace(train_batch_size=batch))
         self.global_steps, self._lengths = 5, []
         self.calls: list[str] = []
@@ -294,6 +311,8 @@ class World(AdaptiveStream):
 
     def _step_once(self, metrics: dict[str, Any], timing_raw: dict[str, float], groups: int) -> KVBatchMeta:
         self.calls.append(f"chunk {groups}")
+        if len(self.calls) - 2 in self.fails:
+            raise NoResponseError("none")
         metrics["rollout/tokens/tp1"] = 10 * groups
         tags = [{"response_len": 3} for _ in range(2 * groups)] + [{"is_padding": True, "response_len": 1}]
         return KVBatchMeta(partition_id="train", keys=[f"{len(self.calls)}_{i}" for i in range(len(tags))], tags=tags)
@@ -307,6 +326,15 @@ def test_a_step_is_one_update_of_chunks_of_whatever_is_complete():
     assert len(batch.keys) == 16 + 3 and metrics["rollout/tokens/tp1"] == 80
     assert metrics["training/stream/chunks"] == 3 and world._lengths == [3] * 16
     assert metrics["training/stream/hidden_seconds"] > 0 and metrics["training/stream/exposed_seconds"] > 0
+
+
+def test_a_step_lacks_the_groups_of_which_no_response_is_there():
+    metrics: dict[str, Any] = {}
+    world = World(8, [3, 1, 5, 9], fails=(2,))
+    world.step(metrics, {})
+    assert world.calls == ["prompts", "begin", "chunk 3", "chunk 5", "finish 6"]
+    with pytest.raises(NoResponseError, match="^no response to train on: all 8 prompts of the step have failed"):
+        World(8, [8], fails=(1,)).step(metrics, {})
 
 
 def test_training_that_the_batch_waits_for_is_not_hidden():
@@ -383,6 +411,7 @@ def make_lending_trainer(monkeypatch, calls, engines, looks, policy) -> lending.
         _wait_for_next_poll=lambda partition, last: last,
     )  # fmt: skip
     trainer.actor_rollout_wg = SimpleNamespace(world_size=4, empty_cache=lambda: calls.append("memory"))
+    trainer._bell = SimpleNamespace(set=SimpleNamespace(remote=lambda rung: calls.append(f"bell {rung}")))
     trainer.checkpoint_manager = SimpleNamespace(
         abort_replicas=lambda: calls.append("abort"), sleep_replicas=lambda: calls.append("sleep")
     )
@@ -404,6 +433,34 @@ def test_lent_ranks_train_until_the_batch_is_complete(monkeypatch, lent, chunks)
             assert trainer._list_training_ranks() == [1, 3] and not metrics
     assert list(trainer._list_training_ranks()) == [0, 1, 2, 3] and metrics == {streaming.SWITCHED_AT: 0.25}
     assert calls == ["prompts", 2, 2, "memory", 1, 1, "abort", "sleep"]
+
+
+def test_a_chunk_that_is_trained_does_not_hold_a_batch_that_is_complete(monkeypatch):
+    """Two of four ranks train a chunk of six samples.  Then all groups are there: they end, all ranks do the rest."""
+    calls: list[Any] = []
+    engines = [LendingEngine(calls, [1], {}) for _ in range(2)]
+    trainer: Any = make_lending_trainer(monkeypatch, calls, engines, iter([3, 5, 8, 8]), "threshold")
+    trainer.prepare_step()
+    assert trainer._wait_for_groups(GROUPS) == (3, {})
+    trainer.trained, trainer._left = 3, 5
+    del calls[:]
+    batch = KVBatchMeta(
+        partition_id="train", keys=list("abcdefgh"), extra_info={"x": 1},
+        tags=[{"seq_len": length, "is_padding": length == 1} for length in (9, 1, 5, 4, 3, 8, 7, 1)],
+    )  # fmt: skip
+    shares, done = [], iter([[[], [0], [], [1, 2]], [[0], [0], [0], []]])
+
+    def add_gradients(given: list[KVBatchMeta | None]) -> list[Sums]:
+        shares.append([share.keys if share else [] for share in given])
+        return [Sums(rows=rows) for rows in next(done)]
+
+    trainer.actor_rollout_wg.add_gradients = add_gradients
+    waits = iter([0, 0, 4, 4])  # ranks that are done
+    monkeypatch.setattr(lending.ray, "wait", lambda futures, **_: (futures[: next(waits)], []))
+    assert trainer._update_actor(batch, {}) is batch
+    assert shares == [[[], ["a", "c", "d"], [], ["e", "f", "g"]], [["c"], ["d"], ["e"], []]]
+    assert calls == ["bell True", "memory", 1, 1, "abort", "sleep", "bell False"], "rung when all eight are there"
+    assert trainer._wait_for_groups(5) == (5, {streaming.SWITCHED_AT: 3 / 8}) and calls[-1] == "bell False"
 
 
 def test_a_chunk_has_a_fifth_of_what_is_left():
@@ -437,6 +494,7 @@ def test_with_a_profile_the_engine_says_when_ranks_are_lent_and_taken_back(monke
 
 LENT = (
     f"{ROLLOUT}.nnodes=0", f"{ROLLOUT}.calculate_log_probs=false", "actor_rollout_ref.actor.fsdp_config.fsdp_size=1",
+    "actor_rollout_ref.actor.use_kl_loss=true", f"{REF}.fsdp_config.fsdp_size=1",
 )  # fmt: skip
 
 
@@ -445,7 +503,8 @@ LENT = (
     [
         (f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.nnodes is 1, must be 0 with {lending.WHERE}: the engines have the"),
         (f"{ROLLOUT}.calculate_log_probs=true", f"{ROLLOUT}.calculate_log_probs is true, must be false with"),
-        ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.use_kl_loss is true, must be false with"),
+        (f"{REF}.fsdp_config.fsdp_size=-1", f"{REF}.fsdp_config.fsdp_size is -1, must be 1 with {lending.WHERE} and "),
+        (f"{REF}.strategy=fsdp", f"{REF}.strategy is fsdp, must be fsdp2 with {lending.WHERE} and use_kl_loss: a rep"),
         ("reward.reward_model.enable=true", "reward.reward_model.enable_resource_pool is false, must be true with"),
         (f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.tensor_model_parallel_size is 1, must be even with"),
         (

@@ -38,7 +38,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "token-sum of strided replicas": ("use_dynamic_bsz=true", "ppo_max_token_len_per_gpu=256"),
     "seq-mean-token-sum": ("fsdp_config.use_no_sync_for_gradient_accumulation=true",),
     "token-mean of interrupted chunks": ("ppo_micro_batch_size_per_gpu=1",),
-    "seq-mean-token-mean with a reference policy": ("use_kl_loss=true", "kl_loss_coef=1"),
+    "seq-mean-token-mean with a reference policy": ("use_kl_loss=true", "kl_loss_coef=0.3"),
     "token-mean of one replica": (
         "fsdp_config.fsdp_size=-1", "fsdp_config.param_offload=true", "fsdp_config.optimizer_offload=true",
     ),
@@ -69,7 +69,7 @@ def make_config(model: str, overrides: tuple[str, ...]) -> Any:
                 f"+actor_rollout_ref.ref.fsdp_config.mixed_precision={precision}",
                 f"actor_rollout_ref.ref.fsdp_config.fsdp_size={SHARDS}",
                 "actor_rollout_ref.ref.fsdp_config.model_dtype=fp32",
-                "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
+                "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=3",
                 *(f"actor_rollout_ref.actor.{text}" for text in (*actor, *overrides)),
             ],
         )  # fmt: skip

@@ -98,13 +98,12 @@ class _Recorded(Stream):
         self._gate = ray.remote(Gate).options(name=GATE, num_cpus=0, max_concurrency=1000).remote()
         super()._setup()
 
-    def prepare_step(self) -> dict[str, Any]:
-        found = super().prepare_step()
+    def _add_batch_to_generate(self) -> None:
+        super()._add_batch_to_generate()
         if isinstance(self.replay_buffer, TailBatchingBuffer):
             under_way = self.replay_buffer._admitter.state.round
             assert under_way is not None
             ray.get(self._gate.begin.remote(self.global_steps, under_way.kind == LONG))
-        return found
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         batch = super()._update_actor(batch, metrics)
