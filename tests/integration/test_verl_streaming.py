@@ -134,6 +134,47 @@ def test_tail_batching_chooses_the_prompts_that_are_streamed(verl_job, own_modul
     compare_with_verl(verl_job, flat, streamed, common)
 
 
+@pytest.mark.long
+def test_all_of_it_goes_on_from_a_checkpoint(verl_job, own_modules, flat, tmp_path):
+    """Tail batching, useless groups, a reference policy and lent ranks, whose first chunk of each step ends early: two
+    steps and, from their checkpoint, a third."""
+    reference = (
+        f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=1", f"{REF}.log_prob_micro_batch_size_per_gpu=4",
+        f"{REF}.fsdp_config.model_dtype=fp32", f"{REF}.fsdp_config.fsdp_size=1",
+        f"+{REF}.fsdp_config.mixed_precision={{{{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}}}}",
+        f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra,hf_model]", f"{ROLLOUT}.calculate_log_probs=false",
+        f"trainer.experiment_name={tmp_path.name}",
+    )  # fmt: skip
+    agents, where = tmp_path / "agents.yaml", f"+trainer.v1.{lending.MODE}"
+    agents.write_text(f"- name: gated\n  _target_: {verl_stream_jobs.__name__}.RareTailAgent\n")
+    common = (
+        *SWITCHING, "--steps", "12", *COMMON, *reference, "trainer.v1.trainer_mode=interrupted_lent",
+        f"{ACTOR}.fsdp_config.fsdp_size=1", f"{where}.tail_batching=strict", f"{where}.eta_prompts=1.5",
+        "algorithm.filter_groups.enable=true", f"reward.custom_reward_function.path={verl_rewards.__file__}",
+        "reward.custom_reward_function.name=half", f"{ROLLOUT}.agent.agent_loop_config_path={agents}",
+        f"{ROLLOUT}.agent.default_agent_loop=gated", f"{ROLLOUT}.engine_kwargs.sglang.max_total_tokens=40960",
+    )  # fmt: skip
+    begun = verl_job(*common, "trainer.total_training_steps=2", "trainer.save_freq=2")
+    gone_on = verl_job(
+        *common, "trainer.total_training_steps=3", "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={begun.out}/global_step_2",
+    )  # fmt: skip
+    steps, trained = [*begun.steps, *gone_on.steps], list[int]()
+    for number, step in enumerate(steps, 1):
+        assert step["test/left"] > 0 and 0.2 <= step["training/stream/switched_at"] <= FIRST / BATCH
+        assert step["training/tail_batching/stopped_prompts"] >= 1
+        _, _, samples = torch.load(verl_stream_jobs.get_path(number), weights_only=False)
+        assert len(samples) == 4 * BATCH and not any(map(was_stopped, samples["extra_fields"]))
+        trained += sorted(samples["index"])[::4]
+    assert len({*trained}) == 3 * BATCH, "none twice, also not after the restart"
+    assert all(map(verl_stream_jobs.is_useful, trained)) and not any(map(verl_stream_jobs.takes_very_long, trained))
+    own = verl_job(*SWITCHING, *COMMON, *reference, "trainer.v1.trainer_mode=replayed_sync")
+    for name in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm"):
+        assert [step[name] for step in steps] == pytest.approx(own.series(name), rel=1e-4, abs=1e-6), name
+    assert steps[0]["actor/kl_loss"] < 1e-6 < steps[2]["actor/kl_loss"]
+    compare_weights(flat, gone_on, own)
+
+
 def compare_with_verl(verl_job, first: Path, streamed: jobs.Job, common: tuple[str, ...]) -> None:
     """verl's own trainer gets the samples, all of a step at once."""
     own = verl_job(*SWITCHING, *common, "trainer.v1.trainer_mode=replayed_sync")
