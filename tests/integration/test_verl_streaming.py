@@ -480,7 +480,7 @@ def test_a_chunk_that_is_trained_does_not_hold_a_batch_that_is_complete(monkeypa
     """Two of four ranks train a chunk of six samples.  Then all groups are there: they end, all ranks do the rest."""
     calls: list[Any] = []
     engines = [LendingEngine(calls, [1], {}) for _ in range(2)]
-    trainer: Any = make_lending_trainer(monkeypatch, calls, engines, iter([3, 5, 8, 8]), "threshold")
+    trainer: Any = make_lending_trainer(monkeypatch, calls, engines, iter([3, 5, 8, 8, 8]), "threshold")
     trainer.prepare_step()
     assert trainer._wait_for_groups(GROUPS) == (3, {})
     trainer.trained, trainer._left = 3, 5
@@ -500,8 +500,50 @@ def test_a_chunk_that_is_trained_does_not_hold_a_batch_that_is_complete(monkeypa
     monkeypatch.setattr(lending.ray, "wait", lambda futures, **_: (futures[: next(waits)], []))
     assert trainer._update_actor(batch, {}) is batch
     assert shares == [[[], ["a", "c", "d"], [], ["e", "f", "g"]], [["c"], ["d"], ["e"], []]]
-    assert calls == ["bell True", "memory", 1, 1, "abort", "sleep", "bell False"], "rung when all eight are there"
-    assert trainer._wait_for_groups(5) == (5, {streaming.SWITCHED_AT: 3 / 8}) and calls[-1] == "bell False"
+    assert calls == ["bell True", "bell False", "memory", 1, 1, "abort", "sleep"], "rung when all eight are there"
+    assert trainer._wait_for_groups(5) == (5, {streaming.SWITCHED_AT: 3 / 8}) and calls[-1] == "sleep"
+
+
+def test_ranks_that_train_are_taken_back_when_the_engine_says_so(monkeypatch):
+    """In the middle of a chunk; what is left of it waits for the end of the round."""
+    calls: list[Any] = []
+    engine = LendingEngine(calls, [1], {6: Move.LEND, 8: Move.TAKE_BACK})
+    trainer: Any = make_lending_trainer(monkeypatch, calls, [engine], iter([3, 4, 4, 6, 8, 8]), "survival")
+    trainer.prepare_step()
+    trainer._pace.add(4.0, 200, lent=False)
+    trainer.prepare_step()
+    assert trainer._wait_for_groups(GROUPS) == (3, {}) and trainer._list_training_ranks() == [1]
+    trainer.trained, trainer._left = 3, 5
+    del calls[:]
+    batch = KVBatchMeta(partition_id="train", keys=list("abc"), tags=[{"seq_len": n} for n in (3, 2, 1)])
+    shares, done = [], iter([[[], [0], [], []], [[0], [0], [], []]])
+
+    def add_gradients(given: list[KVBatchMeta | None]) -> list[Sums]:
+        shares.append([share.keys if share else [] for share in given])
+        return [Sums(rows=rows) for rows in next(done)]
+
+    trainer.actor_rollout_wg.add_gradients = add_gradients
+    waits = iter([0, 4, 4])
+    monkeypatch.setattr(lending.ray, "wait", lambda futures, **_: (futures[: next(waits)], []))
+    trainer._update_actor(batch, {})
+    assert shares == [[[], ["a", "b", "c"], [], []], [["b"], ["c"], [], []]]
+    assert calls == ["bell True", "bell False", "memory", 1, "memory", 1, "abort", "sleep"]
+    assert trainer._wait_for_groups(5) == (5, {streaming.SWITCHED_AT: 3 / 8})
+
+
+def test_all_ranks_train_when_nothing_is_generated_any_more(monkeypatch):
+    """Rewards of five groups are not there yet."""
+    calls: list[Any] = []
+    trainer: Any = make_lending_trainer(
+        monkeypatch, calls, [LendingEngine(calls, [1], {})], iter([1, 3, 8]), "survival"
+    )
+    monkeypatch.setattr(lending.AdaptiveStreamLent, "_is_generated", lambda self: self.trained > 0)
+    trainer.prepare_step()
+    trainer.trained = 1
+    assert trainer._wait_for_groups(7) == (2, {}) and trainer._list_training_ranks() == range(4)
+    trainer.trained = 3
+    assert trainer._wait_for_groups(5) == (5, {streaming.SWITCHED_AT: 1.0})
+    assert calls == ["prompts", "memory", 1, "abort", "sleep"]
 
 
 def test_a_chunk_has_a_fifth_of_what_is_left():

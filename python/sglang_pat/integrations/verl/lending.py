@@ -122,17 +122,31 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
         return found
 
     def _wait_for_groups(self, wanted: int) -> tuple[int, dict[str, Any]]:
-        """Also, ranks are lent and taken back.  Before any is, until all groups are complete."""
-        batch, last = self.config.data.train_batch_size, time.time()
+        """Also, until there are ranks that train."""
         metrics: dict[str, Any] = {}
-        while len(there := self._look_for_groups(metrics)) < wanted:
-            self._follow_policy(batch - wanted + len(there), there)
-            if self._training and len(there) >= count_least(wanted):
-                return len(there), metrics
+        last = time.time()
+        while (groups := self._follow_round(wanted, metrics)) < count_least(wanted) or not self._training:
             last = self.replay_buffer._wait_for_next_poll("train", last)
+        if groups >= wanted:
+            metrics[SWITCHED_AT] = self._switched_at
+        return groups, metrics
+
+    def _follow_round(self, wanted: int, metrics: dict[str, Any]) -> int:
+        """One look at the round: ranks are lent and taken back, and the engines sleep, if it is time.
+
+        Args:
+            wanted: groups that the batch has beside those that the trainer has had.
+
+        Returns:
+            of them, those that are complete.
+        """
+        there = self._look_for_groups(metrics)
         if self._generates:
-            self._end_generation()
-        return wanted, metrics | {SWITCHED_AT: self._switched_at}
+            if len(there) >= wanted or self._is_generated():
+                self._end_generation()
+            else:
+                self._follow_policy(self.config.data.train_batch_size - wanted + len(there), there)
+        return len(there)
 
     def _follow_policy(self, complete: int, there: set[str]) -> None:
         """Lend ranks, or take them back, if it is time.
@@ -192,7 +206,7 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
     def _step_once(self, metrics: dict[str, Any], timing_raw: dict[str, float], groups: int) -> KVBatchMeta:
         start, training = time.perf_counter(), self._training
         chunk = super()._step_once(metrics, timing_raw, groups)
-        if self._training is training:  # all of it on the same ranks
+        if self._training == training:  # all of it on the same ranks
             tokens = _sum_tokens(tag for tag in chunk.tags if not tag.get("is_padding"))
             self._pace.add(time.perf_counter() - start, tokens, lent=len(training) < self._count_trainer_ranks())
         return chunk
@@ -215,18 +229,26 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         """The gradients of a chunk.  When the batch is complete, all ranks go on with what is left of it."""
-        rest = batch
+        rest, last = batch, time.time()
         while left := self._add_gradients(rest, metrics):
-            self._end_generation()
             ray.get(self._bell.set.remote(False))
-            rest = _deal(rest, left, self._count_trainer_ranks())
+            self._follow_round(self._left, metrics)
+            while not self._training:  # the engines have taken the ranks back
+                last = self.replay_buffer._wait_for_next_poll("train", last)
+                self._follow_round(self._left, metrics)
+            rest = _deal(rest, left, len(self._training))
         return batch
 
-    def _look_while_training(self, metrics: dict[str, Any]) -> int:
-        groups = super()._look_while_training(metrics)
-        if self._generates and groups >= self._left:
-            ray.get(self._bell.set.remote(True))
-        return groups
+    def _look_while_training(self, metrics: dict[str, Any]) -> set[str]:
+        """Also, the ranks are interrupted if others are to train."""
+        there = super()._look_while_training(metrics)
+        if self._generates:
+            over = len(there) >= self._left or self._is_generated()
+            complete = self.config.data.train_batch_size - self._left + len(there)
+            if over or {Move.LEND, Move.TAKE_BACK} & set(self._ask_policy(complete, there).values()):
+                self._asked_at = 0  # they are asked again, when it is done
+                ray.get(self._bell.set.remote(True))
+        return there
 
     def _list_training_ranks(self) -> Sequence[int]:
         return self._training

@@ -246,12 +246,16 @@ class Stream(AdaptiveTrainer):
         added = zip(shares, ray.get(futures), strict=True)
         return given - {share.keys[row] for share, sums in added if share for row in sums.rows}
 
-    def _look_while_training(self, metrics: dict[str, Any]) -> int:
+    def _look_while_training(self, metrics: dict[str, Any]) -> set[str]:
         """Useless groups are replaced, and a full batch stops what else runs; groups that are complete."""
-        groups = len(self._look_for_groups(metrics))
-        if groups < self._left:
+        there = self._look_for_groups(metrics)
+        if len(there) < self._left:
             self._lacked_at = time.perf_counter()
-        return groups
+        return there
+
+    def _is_generated(self) -> bool:
+        """Whether it is known that no engine has anything of the step any more; rewards may still come."""
+        return isinstance(self.replay_buffer, ChunkedTailBatchingBuffer) and self.replay_buffer.is_generated
 
     def _divide(self, batch: KVBatchMeta) -> list[KVBatchMeta | None]:
         """A balanced batch by data-parallel ranks, without what verl has filled it up with."""
@@ -333,6 +337,8 @@ class AdaptiveStream(Stream, AdaptiveSeparateAsync, _OneVersion):
         with marked_timer("switch_wait", self.timing_raw, color="yellow"):
             moment = self._expect_scale_down(self.standalone_server_manager.server_handles)
             while not moment.is_due(groups := len(self._look_for_groups(found)), self._project_peak()):
+                if self._is_generated():
+                    break
                 last = self.replay_buffer._wait_for_next_poll("train", last)
         with marked_timer("switch_to_trainer", self.timing_raw, color="cyan"):
             self.switch_to_trainer()

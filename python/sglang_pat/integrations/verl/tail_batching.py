@@ -416,6 +416,11 @@ class ChunkedTailBatchingBuffer(TailBatchingBuffer):
         self._given.clear()
         super().begin(version, fetch)
 
+    @property
+    def is_generated(self) -> bool:
+        """Nothing of the step is under way in an engine any more; rewards may be."""
+        return self._over
+
     def count_running(self) -> int:
         """Responses that have not ended, as the last look saw it."""
         return sum(map(len, self._under_way.values()))
