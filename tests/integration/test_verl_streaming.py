@@ -500,8 +500,8 @@ def test_a_chunk_that_is_trained_does_not_hold_a_batch_that_is_complete(monkeypa
     monkeypatch.setattr(lending.ray, "wait", lambda futures, **_: (futures[: next(waits)], []))
     assert trainer._update_actor(batch, {}) is batch
     assert shares == [[[], ["a", "c", "d"], [], ["e", "f", "g"]], [["c"], ["d"], ["e"], []]]
-    assert calls == ["bell True", "bell False", "memory", 1, 1, "abort", "sleep"], "rung when all eight are there"
-    assert trainer._wait_for_groups(5) == (5, {streaming.SWITCHED_AT: 3 / 8}) and calls[-1] == "sleep"
+    assert calls == ["bell True", "memory", 1, 1, "abort", "sleep", "bell False"], "rung when all eight are there"
+    assert trainer._wait_for_groups(5) == (5, {streaming.SWITCHED_AT: 3 / 8}) and calls[-1] == "bell False"
 
 
 def test_ranks_that_train_are_taken_back_when_the_engine_says_so(monkeypatch):
@@ -527,7 +527,7 @@ def test_ranks_that_train_are_taken_back_when_the_engine_says_so(monkeypatch):
     monkeypatch.setattr(lending.ray, "wait", lambda futures, **_: (futures[: next(waits)], []))
     trainer._update_actor(batch, {})
     assert shares == [[[], ["a", "b", "c"], [], []], [["b"], ["c"], [], []]]
-    assert calls == ["bell True", "bell False", "memory", 1, "memory", 1, "abort", "sleep"]
+    assert calls == ["bell True", "memory", 1, "memory", 1, "abort", "sleep", "bell False"]
     assert trainer._wait_for_groups(5) == (5, {streaming.SWITCHED_AT: 3 / 8})
 
 

@@ -106,6 +106,7 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
         self._asks_engines = stream_options.check_lent(config, WHERE).predicts
         super().__init__(set_mode(config, "colocate_async"))
         self._pace = TrainingPace()
+        self._rung = False
 
     def _setup(self) -> None:
         super()._setup()
@@ -231,13 +232,21 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
         """The gradients of a chunk.  When the batch is complete, all ranks go on with what is left of it."""
         rest, last = batch, time.time()
         while left := self._add_gradients(rest, metrics):
-            ray.get(self._bell.set.remote(False))
             self._follow_round(self._left, metrics)
             while not self._training:  # the engines have taken the ranks back
                 last = self.replay_buffer._wait_for_next_poll("train", last)
                 self._follow_round(self._left, metrics)
             rest = _deal(rest, left, len(self._training))
         return batch
+
+    def _add_gradients(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> set[str]:
+        self._ring(False)  # the ranks may have been done when it was rung
+        return super()._add_gradients(batch, metrics)
+
+    def _ring(self, rung: bool) -> None:
+        if rung != self._rung:
+            ray.get(self._bell.set.remote(rung))
+            self._rung = rung
 
     def _look_while_training(self, metrics: dict[str, Any]) -> set[str]:
         """Also, the ranks are interrupted if others are to train."""
@@ -247,7 +256,7 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
             complete = self.config.data.train_batch_size - self._left + len(there)
             if over or {Move.LEND, Move.TAKE_BACK} & set(self._ask_policy(complete, there).values()):
                 self._asked_at = 0  # they are asked again, when it is done
-                ray.get(self._bell.set.remote(True))
+                self._ring(True)
         return there
 
     def _list_training_ranks(self) -> Sequence[int]:
