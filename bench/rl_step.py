@@ -63,6 +63,8 @@ STAGES = {
 }  # fmt: skip
 """Columns, and what verl calls them: means of a step."""
 FIXED = "{base_tp:1,policy:off}"
+WORKERS = "reward.num_workers=8"
+"""verl's default; the example for a CPU has one."""
 ETA = 1.25
 LENT = ("together", "lent at a milestone", "lent")
 """Rows that are not drawn."""
@@ -198,7 +200,9 @@ def main() -> int:
         write_prompts(prompts, round(ETA * args.batch * args.steps))
         for turn in range(args.repeats):
             for way, more in ways.items():
-                steps = _verl_jobs.run(args, MODEL, "_step_job.TimedLengths", f"data.train_files={prompts}", *more)
+                steps = _verl_jobs.run(
+                    args, MODEL, "_step_job.TimedLengths", f"data.train_files={prompts}", WORKERS, *more
+                )
                 found[way].append(steps)
                 loads[way].append(os.getloadavg()[0])
                 said = f"{mean(step['timing_s/step'] for step in steps):.1f} s a step, load {loads[way][-1]:.1f}"

@@ -10,7 +10,7 @@ import logging
 from sglang_pat.errors import format_one_line
 
 try:
-    from sglang_pat.integrations.verl import lending, streaming, trainers  # noqa: F401 - registers them
+    from sglang_pat.integrations.verl import lending, response_ends, streaming, trainers  # noqa: F401 - registers them
     from sglang_pat.integrations.verl.registration import register
 
     register()

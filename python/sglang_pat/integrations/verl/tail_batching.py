@@ -22,6 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from omegaconf import DictConfig
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, _accumulate_eviction_metrics
@@ -47,13 +48,20 @@ from sglang_pat.rollout.rounds import make_announcement
 from sglang_pat.rollout.rules import Rules
 from sglang_pat.rollout.state import LONG
 
-WHERE = "trainer.v1.sglang_pat_sync"
+MODE = "sglang_pat_sync"
+WHERE = f"trainer.v1.{MODE}"
 OPTIONS = {"tail_batching", "eta_prompts", "max_deferrals", "unbiased"}
 """Of :data:`WHERE`."""
 MODES = ("strict", "reorder")
 
 POLL_SECONDS = 0.5
 """Between two looks at what is complete; verl's two seconds are the length of a small step."""
+
+
+def is_used(config: DictConfig) -> bool:
+    """Whether a job asks for it, as far as can be told without its rules."""
+    version = config.trainer.v1
+    return version.trainer_mode == MODE and version.get(MODE, {}).get("tail_batching") in MODES
 
 
 def read_rules(

@@ -108,7 +108,7 @@ class AdaptiveTrainer(PPOTrainer):
 
     def _setup(self) -> None:
         if rewards.is_used(self.config):
-            self._ledger = TrainerLedger(rewards.read_settings(self.config).rules)
+            self._ledger = TrainerLedger(rewards.read_limit_rules(self.config))
         super()._setup()
         self._figures = self._ask_totals()
 
@@ -213,6 +213,14 @@ def _make_degree_metrics(data: Any, differences: bool = True) -> dict[str, float
 class AdaptiveSync(AdaptiveTrainer, PPOTrainerSync):
     """Also with tail batching: ``+trainer.v1.sglang_pat_sync.tail_batching=strict`` or ``reorder``."""
 
+    _ends: TrainerLedger | None = None
+    """Of responses, with tail batching; the ledger of rewards with limits, if there are such."""
+
+    def _setup(self) -> None:
+        super()._setup()
+        if isinstance(self.replay_buffer, TailBatchingBuffer):
+            self._ends = self._ledger or TrainerLedger(rewards.read_limit_rules(self.config))
+
     def get_llm_client(self) -> LLMServerClient:
         return self.llm_server_manager.get_client(client_cls=AdaptiveClient)
 
@@ -273,11 +281,12 @@ class AdaptiveSync(AdaptiveTrainer, PPOTrainerSync):
         self.checkpoint_manager.resume_generation_replicas()
 
     def _take_ends(self) -> Mapping[str, Mapping[int, int]]:
-        return self._ledger.take_ends(self.global_steps) if self._ledger else {}
+        assert self._ends is not None, "a step comes after the setup"
+        return self._ends.take_ends(self.global_steps)
 
     def _drop_prompts(self, uids: set[str]) -> None:
-        if self._ledger:
-            self._ledger.drop(self.global_steps, uids)
+        assert self._ends is not None, "a step comes after the setup"
+        self._ends.drop(self.global_steps, uids)
 
     def _add_batch_to_generate(self) -> None:
         if isinstance(self.replay_buffer, TailBatchingBuffer):
