@@ -37,7 +37,7 @@ from verl.utils.debug import marked_timer
 from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import rename_dict
 
-from sglang_pat.integrations.verl import options, stream_options
+from sglang_pat.integrations.verl import missing_rewards, options, stream_options
 from sglang_pat.integrations.verl.fields import STEPS, expand_runs
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
 from sglang_pat.integrations.verl.tail_batching import POLL_SECONDS
@@ -97,7 +97,7 @@ def set_mode(config: DictConfig, mode: str) -> DictConfig:
 class Stream(AdaptiveTrainer):
     """Each step: :meth:`step`.  What :data:`MODE` and the mode of lent ranks have in common."""
 
-    _has_rounds = True
+    _has_rounds, _has_chunks = True, True
     _worker_class: type[SummingWorker] = SummingWorker
 
     def __init__(self, config: DictConfig) -> None:
@@ -155,6 +155,7 @@ class Stream(AdaptiveTrainer):
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
         """One update of the weights, of a batch that is trained in chunks of complete groups."""
         found = MetricsAggregator()
+        found.aggregation_rules["sum"].append(missing_rewards.METRIC)
         found.add_step_metrics(self.prepare_step())
         self.actor_rollout_wg.begin_step()
         wanted, chunks, hidden, exposed = self.config.data.train_batch_size, list[KVBatchMeta](), 0.0, 0.0
@@ -176,6 +177,7 @@ class Stream(AdaptiveTrainer):
             self._lengths += (tag["response_len"] for tag in chunk.tags if not tag.get("is_padding"))
             found.aggregation_rules["sum"] += [name for name in of_chunk if name.startswith("rollout/tokens/")]
             found.add_step_metrics(of_chunk, sample_count=len(chunk))
+        missing_rewards.check_some_left(chunks)
         with marked_timer("update_actor", timing_raw, color="red"):
             update = self._finish_update(sum(map(_count_sequences, chunks)))
         metrics.update(found.get_aggregated_metrics() | update)
