@@ -176,7 +176,7 @@ def test_the_gradient_has_nothing_of_a_sample_without_a_reward(queue, mode):
     left = compute_gradient(queue, leave_out(batch, {}, END), mode)
     queue.rows = {key: dict(row) for key, row in before.items() if key != "one_3_0"}
     rows = [i for i, key in enumerate(batch.keys) if key != "one_3_0"]
-    alone = KVBatchMeta("train", [batch.keys[i] for i in rows], [batch.tags[i] for i in rows])
+    alone = KVBatchMeta(partition_id="train", keys=[batch.keys[i] for i in rows], tags=[batch.tags[i] for i in rows])
     torch.testing.assert_close(left, compute_gradient(queue, alone, mode))
     queue.rows = {key: dict(row) for key, row in before.items()}
     other = queue.rows["one_3_0"]
