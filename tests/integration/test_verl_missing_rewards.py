@@ -202,7 +202,7 @@ def test_it_is_that_of_plain_formulas(queue, mode):
         ratio = (chosen + 2.4).exp()
         gained = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
         gained = torch.where(advantage < 0, torch.maximum(gained, 3 * advantage), gained)  # verl's dual clip
-        kl = (-2.2 - chosen).exp() - (-2.2 - chosen) - 1
+        kl = ((-2.2 - chosen).exp() - (-2.2 - chosen) - 1).clamp(-10, 10)  # as verl's
         loss = -gained - 0.1 * -(logs.exp() * logs).sum(-1) + 0.2 * kl
         match mode:
             case "token-mean":

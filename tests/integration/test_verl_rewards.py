@@ -24,7 +24,7 @@ from verl.utils.reward_score import default_compute_score
 from verl_grpo import run_cpu
 
 from sglang_pat.integrations.verl import reward_ledger, rewards, trainers
-from sglang_pat.integrations.verl.fields import STOPS
+from sglang_pat.integrations.verl.fields import MISSING
 from sglang_pat.integrations.verl.reward_ledger import RewardLedger, TrainerLedger, make_metrics
 from sglang_pat.integrations.verl.reward_programs import ProgramScorer
 from sglang_pat.rewards import programs
@@ -119,7 +119,7 @@ async def test_scores_and_failures(ledger):
     more = await manager.run_single(make_sample("more"))
     assert more == {"reward_score": 0.5, "reward_extra_info": {"score": 0.5, "acc": True, "note": 2}}
     failed = await manager.run_single(make_sample("raise"))
-    assert failed["reward_extra_info"] == {"score": -1, "acc": -1, "note": -1}, "names as of the others"
+    assert failed["reward_extra_info"] == {"score": -1, "acc": -1, "note": -1, MISSING: True}, "names as of the others"
     metrics = make_metrics(await ledger.actor.take_figures())
     assert {name: metrics[f"reward/{name}"] for name in ("responses", "failed/late", "failed/raised")} == {
         "responses": 6, "failed/late": 1, "failed/raised": 2
@@ -129,40 +129,29 @@ async def test_scores_and_failures(ledger):
     assert make_metrics(await ledger.actor.take_figures())["reward/responses"] == 0
 
 
-async def test_nothing_runs_for_a_response_that_was_stopped(ledger):
-    manager = ledger.make_manager(behave, "algorithm.filter_groups={enable: true, metric: acc}")
-    for fields in ({STOPS: ["abort"]}, {STOPS: ["stop", "abort", "length"]}):
-        found = await manager.run_single(make_sample("hang", **fields))
-        assert found == {"reward_score": 0.0, "reward_extra_info": {"acc": 0.0}}, "verl's filter wants it of all"
-    assert (await manager.run_single(make_sample("0.5", **{STOPS: ["stop", "length"]})))["reward_score"] == 0.5
-    assert make_metrics(await ledger.actor.take_figures())["reward/stopped"] == 2
-
-
 async def test_what_runs_for_a_prompt_that_is_dropped_is_ended(ledger):
     manager = ledger.make_manager(behave, "+reward.sglang_pat={processes: 1, limit: 600}")
     dropped = [asyncio.create_task(manager.run_single(make_sample("hang", "left", session))) for session in range(2)]
     kept = asyncio.create_task(manager.run_single(make_sample("0.5", "kept")))
     await asyncio.sleep(0)
     await ledger.actor.drop([(1, "left")])
-    assert [(await one)["reward_score"] for one in dropped] == [0.0, 0.0]
+    assert [await one for one in dropped] == 2 * [{"reward_score": 0.0, "reward_extra_info": {MISSING: True}}]
     assert (await kept)["reward_score"] == 0.5, "a process is free again"
     assert (await manager.run_single(make_sample("hang", "left", 2)))["reward_score"] == 0.0, "one that ends later"
     assert (await manager.run_single(make_sample("0.5", "left", step=2)))["reward_score"] == 0.5, "in a later step"
 
 
-async def test_the_trainer_hears_of_an_end_before_its_reward(ledger):
-    manager = ledger.make_manager(behave, "+reward.sglang_pat={limit: 600, processes: 2}")
-    await manager.run_single(make_sample("0.5", "two", 1))  # nobody asks
-    assert await ledger.actor.take_ends(2) == {}
-    running = asyncio.create_task(manager.run_single(make_sample("hang", "one", 3, step=2)))
-    await manager.run_single(make_sample("0.25", "two", 1, step=2))
-    await manager.run_single(make_sample("0.25", "two", 0, step=1))
-    await manager.run_single(make_sample("hang", "stopped", step=2, **{STOPS: ["abort"]}))
-    assert await ledger.actor.take_ends(2) == {"one": {3: 4}, "two": {1: 4}} and not running.done()
-    assert await ledger.actor.take_ends(2) == {}
-    await manager.run_single(make_sample("0.25", "late", step=2))
-    assert await ledger.actor.take_ends(3) == {}, "a prompt that was passed over is started again with its uid"
-    running.cancel()
+async def test_ends_are_kept_for_the_step_that_asks():
+    """Who tells of them: test_verl_missing_rewards.py."""
+    ledger = RewardLedger(RULES)
+    await ledger.note_end((2, "two"), 1, 3)  # nobody asks
+    assert await ledger.take_ends(2) == {}
+    await ledger.note_end((2, "two"), 1, 4)
+    await ledger.note_end((1, "two"), 0, 4)
+    assert await ledger.take_ends(2) == {"two": {1: 4}}
+    assert await ledger.take_ends(2) == {}
+    await ledger.note_end((2, "late"), 0, 4)
+    assert await ledger.take_ends(3) == {}, "a prompt that was passed over is started again with its uid"
 
 
 async def test_a_judge_gets_its_address_and_tokenizer(ledger):
