@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import threading
 from collections.abc import AsyncIterator
@@ -25,12 +26,13 @@ from verl_grpo import run_cpu
 
 from sglang_pat.integrations.verl import reward_ledger, rewards, trainers
 from sglang_pat.integrations.verl.fields import MISSING
+from sglang_pat.integrations.verl.missing_rewards import METRIC
 from sglang_pat.integrations.verl.reward_ledger import RewardLedger, TrainerLedger, make_metrics
 from sglang_pat.integrations.verl.reward_programs import ProgramScorer
 from sglang_pat.rewards import programs
 from sglang_pat.rewards.limits import CaseRun, LimitRules
 
-from . import verl_reward_jobs
+from . import verl_reward_jobs, verl_rewards
 from .jobs import ROOT, SWITCHING, Job
 from .test_verl import GREEDY
 
@@ -38,6 +40,12 @@ pytestmark = pytest.mark.integration
 
 RULES = LimitRules()
 SETTING = "reward.reward_manager.name=sglang_pat"
+STREAM = (
+    "trainer.v1.trainer_mode=sglang_pat_stream", "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo",
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=on_cpu.verl_gloo",
+    "ray_kwargs.ray_init.num_gpus=4",
+)  # fmt: skip
 
 
 def make_config(*words: str):
@@ -394,6 +402,59 @@ def test_a_step_waits_only_for_rewards_that_it_keeps(rewarded):
             begun, ends = [], []
     assert not begun and sum(job.series("reward/stopped")) == 8
     assert max(job.series("training/tail_batching/reward_seconds")) <= verl_reward_jobs.SECONDS + 1.0
+
+
+@pytest.mark.long
+def test_under_verls_own_manager_a_step_is_decided_when_responses_end(rewarded):
+    """It waits for rewards then, which take 5 s, and no stopped response is scored."""
+    job, noted = rewarded(
+        "sleep", "noted", "--batch", "8", "--samples", "1", "--response", "512", "--steps", "6",
+        "data.gen_batch_size=1", "trainer.total_training_steps=2", "reward.reward_manager.name=naive",
+        "+trainer.v1.sglang_pat_sync.tail_batching=strict", "+trainer.v1.sglang_pat_sync.eta_prompts=1.5",
+    )  # fmt: skip
+    assert min(job.series("training/tail_batching/reward_seconds")) >= verl_reward_jobs.SECONDS / 2
+    # 12 are started in each step, and some more than 8 may end before the others are stopped.
+    assert 16 <= sum(line["what"] == "begun" for line in noted) < 24
+    assert not any(name.startswith("reward/") for name in job.steps[0]), "it has no limits to tell of"
+
+
+def read_trained(job: Job) -> list[dict[str, list[dict[str, Any]]]]:
+    """What each step was trained on: lines of its dump, by group."""
+    steps = []
+    for path in sorted((job.out / "batches").glob("*.jsonl")):
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for line in map(json.loads, path.read_text().splitlines()):
+            if not (uid := line["uid"].partition("_")[0]).startswith("pad"):
+                groups.setdefault(uid, []).append(line)
+        steps.append(groups)
+    return steps
+
+
+FILTERED = (
+    "trainer.v1.trainer_mode=sglang_pat_sync", "+trainer.v1.sglang_pat_sync.tail_batching=strict",
+    "+trainer.v1.sglang_pat_sync.eta_prompts=1.25", "algorithm.filter_groups.enable=true", "data.gen_batch_size=1",
+)  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", [FILTERED, STREAM], ids=["a filter", "streamed, without a filter"])
+def test_nothing_is_trained_on_without_a_reward(verl_job, words):
+    """One of five rewards fails.  With the filter no group of a batch differs by that only."""
+    job = verl_job(
+        *SWITCHING, SETTING, f"reward.custom_reward_function.path={verl_rewards.__file__}", "--steps", "12",
+        "reward.custom_reward_function.name=half_of_most", "trainer.total_training_steps=3",
+        "trainer.rollout_data_dir={out}/batches", "+reward.sglang_pat={{processes:4}}", *words,
+    )  # fmt: skip
+    assert len(job.steps) == 3 and sum(job.series("reward/failed/raised")) > 0
+    for step, groups in zip(job.steps, read_trained(job), strict=True):
+        trained = [line for lines in groups.values() for line in lines]
+        assert not any(verl_rewards.fails(line["output"]) for line in trained)
+        assert step[METRIC] == 16 - len(trained) and min(map(len, groups.values())) >= 2
+        assert math.isfinite(step["actor/grad_norm"]) and step["actor/grad_norm"] > 0
+        if words is FILTERED:
+            assert len(groups) == 4
+            assert all(len({line["score"] for line in lines}) > 1 for lines in groups.values())
+    assert sum(job.series(METRIC)) > 0
 
 
 @pytest.mark.long
