@@ -63,6 +63,8 @@ STAGES = {
 }  # fmt: skip
 """Columns, and what verl calls them: means of a step."""
 FIXED = "{base_tp:1,policy:off}"
+WORKERS = "reward.num_workers=8"
+"""verl's default; the example for a CPU has one."""
 ETA = 1.25
 OTHERS = ("apart", "apart, streamed", "together", "lent at a milestone", "lent")
 """Rows that are not drawn."""
@@ -164,7 +166,7 @@ def show(found: dict[str, list[Steps]]) -> None:
 
 def main() -> int:
     parser = _bench.options(__doc__ or "", "a job of each way, one small step that counts")
-    _verl_jobs.add_options(parser, repeats=2, steps=6, batch=16, samples=4, response=1024)
+    _verl_jobs.add_options(parser, repeats=3, steps=6, batch=16, samples=4, response=1024)
     every = list(list_ways(Path()))
     parser.add_argument(
         "--ways", nargs="+", choices=every, default=every, metavar="W",
@@ -188,22 +190,24 @@ def main() -> int:
     ways = {way: arguments[way] for way in args.ways}
     found: dict[str, list[Steps]] = {way: [] for way in ways}
     loads: dict[str, list[float]] = {way: [] for way in ways}
+    first = dict.fromkeys(ways, next(iter(ways)))
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.parquet"
         write_prompts(prompts, round(ETA * args.batch * args.steps))
         for turn in range(args.repeats):
             for way, more in ways.items():
-                steps = _verl_jobs.run(args, MODEL, "_step_job.TimedLengths", f"data.train_files={prompts}", *more)
+                steps = _verl_jobs.run(
+                    args, MODEL, "_step_job.TimedLengths", f"data.train_files={prompts}", WORKERS, *more
+                )
                 found[way].append(steps)
                 loads[way].append(os.getloadavg()[0])
                 said = f"{mean(step['timing_s/step'] for step in steps):.1f} s a step, load {loads[way][-1]:.1f}"
                 print(f"turn {turn + 1}/{args.repeats}, {way}: {said}", flush=True)
+            # After each turn, so that one who has to stop it has the turns before.
+            _bench.write(args.json, about=about, loads=loads, steps=found, faster=compare(found, first))
     show(found)
     if args.png:
         draw([dict(zip(HEADS, line, strict=True)) for line in list_rows(found)], "", args.png)
-    _bench.write(
-        args.json, about=about, loads=loads, steps=found, faster=compare(found, dict.fromkeys(ways, next(iter(ways))))
-    )
     return 0
 
 

@@ -19,6 +19,8 @@ STEPS = "global_steps_from_token"
 
 STOPS = "stop_reasons"
 """No runs: why each turn ended, in SGLang's words."""
+MISSING = "reward_is_missing"
+"""No runs: true for a sample that has no reward, as the function failed; others do not have it."""
 
 
 STOPPED = "stopped"

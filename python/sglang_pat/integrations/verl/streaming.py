@@ -37,7 +37,7 @@ from verl.utils.debug import marked_timer
 from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import rename_dict
 
-from sglang_pat.integrations.verl import options, stream_options
+from sglang_pat.integrations.verl import missing_rewards, options, stream_options
 from sglang_pat.integrations.verl.fields import STEPS, expand_runs, was_stopped
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
 from sglang_pat.integrations.verl.tail_batching import (
@@ -100,7 +100,7 @@ def set_mode(config: DictConfig, mode: str) -> DictConfig:
 class Stream(AdaptiveTrainer):
     """Each step: :meth:`step`.  What :data:`MODE` and the mode of lent ranks have in common."""
 
-    _has_rounds = _announces_steps = True
+    _has_rounds = _announces_steps = _has_chunks = True
     _buffer_class = ChunkedTailBatchingBuffer
     _worker_class: type[SummingWorker] = SummingWorker
 
@@ -162,6 +162,7 @@ class Stream(AdaptiveTrainer):
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
         """One update of the weights, of a batch that is trained in chunks of complete groups."""
         found = MetricsAggregator()
+        found.aggregation_rules["sum"].append(missing_rewards.METRIC)
         found.add_step_metrics(self.prepare_step())
         self.actor_rollout_wg.begin_step()
         batch = wanted = self.config.data.train_batch_size
@@ -188,6 +189,7 @@ class Stream(AdaptiveTrainer):
             found.add_step_metrics(of_chunk, sample_count=len(chunk))
         if not chunks:
             raise make_no_response_error(batch)
+        missing_rewards.check_some_left(chunks)
         if isinstance(self.replay_buffer, ChunkedTailBatchingBuffer):
             with marked_timer("gen", timing_raw, color="red"):
                 found.add_step_metrics(self.replay_buffer.end_step(self.global_steps))

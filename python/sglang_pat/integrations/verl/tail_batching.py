@@ -52,9 +52,18 @@ from sglang_pat.rollout.state import LONG
 OPTIONS = {"tail_batching", "eta_prompts", "max_deferrals", "unbiased"}
 """Of ``trainer.v1.sglang_pat_sync`` and of the modes that stream."""
 MODES = ("strict", "reorder")
+TRAINER_MODES = ("sglang_pat_sync", "sglang_pat_stream", "sglang_pat_stream_lent")
+"""In which there is tail batching."""
 
 POLL_SECONDS = 0.5
 """Between two looks at what is complete; verl's two seconds are the length of a small step."""
+
+
+def is_used(config: DictConfig) -> bool:
+    """Whether a job asks for it, as far as can be told without its rules."""
+    version = config.trainer.v1
+    mode = version.trainer_mode
+    return mode in TRAINER_MODES and (version.get(mode) or {}).get("tail_batching") in MODES
 
 
 def read_rules(

@@ -96,6 +96,8 @@ class AdaptiveTrainer(PPOTrainer):
     """Also of engines that have GPUs of their own: what runs there is one step's."""
     _ledger: TrainerLedger | None = None
     """Of rewards with limits."""
+    _ends: TrainerLedger | None = None
+    """Of responses, with tail batching; the ledger of rewards with limits, if there are such."""
     _tail_batching_at: str | None = None
     """Where the options of tail batching are; None: this mode has none."""
     _buffer_class: type[TailBatchingBuffer] = TailBatchingBuffer
@@ -116,8 +118,10 @@ class AdaptiveTrainer(PPOTrainer):
 
     def _setup(self) -> None:
         if rewards.is_used(self.config):
-            self._ledger = TrainerLedger(rewards.read_settings(self.config).rules)
+            self._ledger = TrainerLedger(rewards.read_limit_rules(self.config))
         super()._setup()
+        if isinstance(self.replay_buffer, TailBatchingBuffer):
+            self._ends = self._ledger or TrainerLedger(rewards.read_limit_rules(self.config))
         self._figures = self._ask_totals()
 
     def on_validate_begin(self) -> None:
@@ -186,11 +190,12 @@ class AdaptiveTrainer(PPOTrainer):
         self.checkpoint_manager.resume_generation_replicas()
 
     def _take_ends(self) -> Mapping[str, Mapping[int, int]]:
-        return self._ledger.take_ends(self.global_steps) if self._ledger else {}
+        assert self._ends is not None, "a step comes after the setup"
+        return self._ends.take_ends(self.global_steps)
 
     def _drop_prompts(self, uids: set[str]) -> None:
-        if self._ledger:
-            self._ledger.drop(self.global_steps, uids)
+        assert self._ends is not None, "a step comes after the setup"
+        self._ends.drop(self.global_steps, uids)
 
     def _add_batch_to_generate(self) -> None:
         if isinstance(self.replay_buffer, TailBatchingBuffer):
