@@ -11,7 +11,6 @@ from typing import Any
 import transfer_queue as tq
 from _programs import MAXIMUM, make_response
 from _stream_job import DrawnLengths, FetchWhole
-from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
@@ -23,7 +22,7 @@ from sglang_pat.integrations.verl.streaming import AdaptiveStream, Stream
 from sglang_pat.integrations.verl.tail_batching import POLL_SECONDS, TailBatchingBuffer
 from sglang_pat.integrations.verl.trainers import AdaptiveSync
 from sglang_pat.messages import LIMIT_PARAM
-from sglang_pat.policies.lending import Move
+from sglang_pat.policies.lending import FIRST_MILESTONE, Move
 from sglang_pat.rewards.programs import score_response
 from sglang_pat.rewards.runs import Sandbox
 from sglang_pat.rewards.sandbox import make_sandbox
@@ -129,11 +128,12 @@ class LentNever(AdaptiveStreamLent):
 
 @register_trainer("lent_at_milestone")
 class LentAtMilestone(AdaptiveStreamLent):
-    """By the paper's rule, also with a profile."""
+    """At the first milestone, whatever it gains."""
 
-    def __init__(self, config: DictConfig) -> None:
-        super().__init__(config)
-        self._asks_engines = False
+    def _ask_policy(self, complete: int, there: set[str]) -> dict[int, Move]:
+        waiting = set(range(len(self._list_engines()))) - self._lent.keys()
+        due = complete >= FIRST_MILESTONE * self.config.data.train_batch_size
+        return dict.fromkeys(waiting, Move.LEND) if due else {}
 
 
 for _owner in (ReplayBuffer, TailBatchingBuffer):  # those that stream wait in _wait_for_groups

@@ -1,6 +1,6 @@
 """Ranks lent to the trainer in the middle of a round: what a step takes, against not lending and against an oracle.
 
-    python -m studies.lending [--quick] [--jobs N] [--seed N] [--json FILE]
+    python -m studies.lending [--quick] [--seeds N] [--jobs N] [--seed N] [--json FILE]
 
 A step is a round and the training of its samples (:mod:`studies.training`).  Training takes a share of the round as
 RollPacker has it (Table 1: rollout 71%, training 22%), of the round in the base layout without lending.  Seven ways:
@@ -13,6 +13,9 @@ RollPacker has it (Table 1: rollout 71%, training 22%), of the round in the base
 - ``ours``: ``survival`` and the policy of ``policies/lending.py``;
 - ``oracle``: the best moments and layouts for one who knows all lengths.
 
+With ``--seeds`` only ``adaptive`` and ``ours`` are compared, step by step, over so many seeds, few and large groups
+included, and with what the client says of the training wrong by two: by how much is a step behind not lending?
+
 Simulated, so that the machine does not matter; the same seeds give the same figures.
 """
 
@@ -21,17 +24,19 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
+from msgspec import structs
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from sglang_pat.policies.lending import make_lending_policy
+from sglang_pat.policies.lending import Training, make_lending_policy
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.predict.profile import load
 from sglang_pat.tools.commands import Parser, run
@@ -51,9 +56,19 @@ TRAINING = {"as in the paper": 22 / 71, "half of it": 11 / 71, "twice": 44 / 71}
 ROUNDS, SPACING = 3, 32
 SETUP = 2.0
 """Seconds between a lending and the first token that is trained: weights come from host memory.  A guess."""
+SIZES = ((8, 2), (16, 4), (32, 16), (64, 8), (64, 32), (256, 8), (512, 8))
+"""With ``--seeds``: responses of a batch, and of a group.  The correlation follows the seed."""
+RIGHT = "right"
+WRONG = {
+    f"{field} {name}": {field: factor}
+    for field in ("seconds_per_token", "slowdown", "setup") for name, factor in (("doubled", 2.0), ("halved", 0.5))
+}  # fmt: skip
+"""What a client may say of a training that is as in the paper: factors of what is right."""
+FEW = 64
+"""Responses up to which it is tried: with more no step is behind."""
 WAYS = ("base", "40%", "50%", "adaptive", "fixed", "ours", "oracle")
-GOAL = 0.02
-"""Most that a step with lending may take longer than without."""
+GOAL, GOAL_IF_WRONG = 0.02, 0.05
+"""Most that a step with lending may take longer than without; the same where the client is wrong by two."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +150,119 @@ def study(task: tuple[str, str, float, int, str, int]) -> Cell | None:
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Risk:
+    """Some steps of a job: by how much each was behind not lending, as a share, and how many had ranks lent."""
+
+    machine: str
+    shape: str
+    rho: float
+    size: tuple[int, int]
+    seed: int
+    training: str
+    believed: str
+    behind: list[float]
+    lent: int
+
+
+def believe(factors: dict[str, float]) -> Callable[[Training], Training]:
+    """What a client says that is wrong by these factors."""
+
+    def change(right: Training) -> Training:
+        told = {name: factor * getattr(right, name) for name, factor in factors.items()}
+        return structs.replace(right, **{name: max(value, float(name == "slowdown")) for name, value in told.items()})
+
+    return change
+
+
+def study_risk(task: tuple[str, str, tuple[int, int], int]) -> list[Risk]:
+    """A job with each amount of training, and with each thing that a client may say; none if a batch does not fit."""
+    name, shape, (batch, group), seed = task
+    machine, rho = make_machine(name), CORRELATIONS[seed % len(CORRELATIONS)]
+    fingerprint = machine.profile.fingerprint
+    workload = Workload(
+        shape=parse_shape(shape), batch=batch, rounds=ROUNDS, correlation=rho, group=group, seed=seed
+    )  # fmt: skip
+    batches = list(workload.make_batches())
+    if any(describe_queueing(fingerprint, drawn) for drawn in batches):
+        return []
+    layouts = machine.make_policy("survival")
+    lending = make_lending_policy(
+        machine.predictor, machine.costs, fingerprint.num_ranks, fingerprint.degrees, fingerprint.max_running
+    )
+    ways = [(training, RIGHT) for training in TRAINING]
+    if batch <= FEW:
+        ways += [("as in the paper", wrong) for wrong in WRONG]
+    behind: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
+    lent = dict.fromkeys(ways, 0)
+    without, histories = LengthHistory(), {way: LengthHistory() for way in ways}
+    for drawn in batches:
+        step = replay(machine, drawn, 1.0)  # what a batch takes, and its layouts, do not depend on the training
+        whole, plain = step.training_seconds, step.run_policies(layouts, None, without)
+        per_token = step.seconds_per_token
+        for training, believed in ways:
+            step.seconds_per_token = TRAINING[training] * per_token
+            told = believe(WRONG[believed]) if believed in WRONG else None
+            mine = step.run_policies(layouts, lending, histories[training, believed], believe=told)
+            seconds = plain.rollout + TRAINING[training] * whole
+            behind[training, believed].append(mine.seconds / seconds - 1)
+            lent[training, believed] += mine.lent is not None
+    return [
+        Risk(name, shape, rho, (batch, group), seed, *way, behind=behind[way], lent=lent[way]) for way in ways
+    ]  # fmt: skip
+
+
+RISKS = ("steps", "mean", "worst step", "worst in later rounds", "more than 2% behind", "steps lent")
+
+
+def list_risks(risks: list[Risk], by: str) -> list[tuple[str, ...]]:
+    """A line a value of ``by``; of all steps, and of those that are not a job's first."""
+    lines: list[tuple[str, ...]] = []
+    for key in dict.fromkeys(getattr(risk, by) for risk in risks):
+        mine = [risk for risk in risks if getattr(risk, by) == key]
+        behind = np.array([risk.behind for risk in mine])
+        name = " in groups of ".join(map(str, key)) if by == "size" else str(key)
+        lines.append((
+            name, str(behind.size), f"{behind.mean():+.1%}", f"{behind.max():+.1%}", f"{behind[:, 1:].max():+.1%}",
+            str((behind > GOAL).sum()), f"{sum(risk.lent for risk in mine) / behind.size:.0%}",
+        ))  # fmt: skip
+    return lines
+
+
+def format_risks(risks: list[Risk]) -> list[Table]:
+    tables = []
+    right = [risk for risk in risks if risk.believed == RIGHT]
+    table = make_table("a step with lending, against the same without (simulated); negative is faster", ("", *RISKS))
+    for by in ("size", "machine", "shape", "training", "rho"):
+        for line in list_risks(right, by):
+            table.add_row(*line)
+        table.add_section()
+    tables.append(table)
+    table = make_table("the same, where the client is wrong by two", ("", *RISKS))
+    for line in list_risks([risk for risk in risks if risk.training == "as in the paper"], "believed"):
+        table.add_row(*line)
+    return [*tables, table]
+
+
+def run_risks(seeds: range, jobs: int, console: Console) -> list[Risk]:
+    """All settings with each seed, in processes; tables are printed."""
+    tasks = [(name, shape, size, seed) for size in SIZES for name in MACHINES for shape in SHAPES for seed in seeds]
+    with ProcessPoolExecutor(jobs) as pool:
+        done = list(track(pool.map(study_risk, tasks), "jobs", len(tasks), console=Console(stderr=True)))
+    risks = [risk for found in done for risk in found]
+    for table in format_risks(risks):
+        console.print(table)
+    for what, goal, some in (
+        ("right", GOAL, [risk for risk in risks if risk.believed == RIGHT]),
+        ("wrong by two", GOAL_IF_WRONG, [risk for risk in risks if risk.believed != RIGHT]),
+    ):
+        worst = max(some, key=lambda risk: max(risk.behind))
+        where = f"{worst.machine}, {worst.shape}, {worst.size[0]} in groups of {worst.size[1]}, seed {worst.seed}"
+        where += f", {worst.training}, {worst.believed}"
+        console.print(f"{what}: worst step {max(worst.behind):+.1%} ({where}); goal {goal:.0%}")
+    return risks
+
+
 HEADS = (
     "training", "machine", "lengths", *(f"{way}, s" for way in WAYS), "ours: times as fast", "oracle", "hidden", "lent",
 )  # fmt: skip
@@ -212,15 +340,21 @@ def list_tasks(quick: bool, seed: int) -> list[tuple[str, str, float, int, str, 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="python -m studies.lending", description="Steps with ranks lent to the trainer (simulated).")
     parser.add_argument("--quick", action="store_true", help="few settings")
+    parser.add_argument("--seeds", type=int, metavar="N", help="how far single steps are behind, over N seeds")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
     parser.add_argument("--seed", type=int, default=0, help="of the lengths (default 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures here")
     args = parser.parse_args(argv)
+    console = Console(highlight=False, width=170)
+    if args.seeds:
+        risks = run_risks(range(args.seed, args.seed + args.seeds), args.jobs, console)
+        if args.json:
+            args.json.write_text(json.dumps([asdict(risk) for risk in risks], indent=1) + "\n")
+        return 0
     tasks = list_tasks(args.quick, args.seed)
     with ProcessPoolExecutor(args.jobs) as pool:
         done = list(track(pool.map(study, tasks), "cells", len(tasks), console=Console(stderr=True)))
     cells = [cell for cell in done if cell is not None]
-    console = Console(highlight=False, width=170)
     console.print(format_cells(cells) if args.quick else format_totals(cells))
     worst = max(cells, key=lambda cell: cell.seconds["ours"] / cell.seconds["adaptive"])
     console.print(

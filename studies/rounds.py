@@ -14,7 +14,7 @@ from itertools import islice
 
 import numpy as np
 
-from sglang_pat.policies.lending import STRIDE, LendingPolicy, Milestones, Move, Training
+from sglang_pat.policies.lending import STRIDE, LendingPolicy, Move, Training
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.snapshot import Load, Policy, Snapshot
 from sglang_pat.predict.cost import SwitchCosts
@@ -236,7 +236,8 @@ class Simulation:
     def run_round(self, version: int) -> Round:
         """One round; the next one begins at once."""
         self._feed_prompts()
-        begun, self._tp, self._switched, self._version = self.now, self.engines.tp, 0, version
+        begun = self._begun = self.now
+        self._tp, self._switched, self._version = self.engines.tp, 0, version
         self._returned: list[Group] = []
         self._loan, self._rewards = _Loan(), dict[SampleId, tuple[float, float]]()
         self._replicas = self._make(self._tp)
@@ -413,12 +414,13 @@ class Simulation:
             if loan.trainer.free <= self.now:
                 self.now += engines.costs.estimate_lending(self._tp, held).seconds
                 loan.lent, loan.closing, loan.returned = False, False, True
-                loan.seconds, loan.trainer.free = self.now - loan.since, np.inf
+                loan.seconds = self.now - loan.since
+                loan.trainer.take_back()
                 self._rebuild(self._tp)
             return
         training = self._describe_training(len(held))
-        reached = loan.milestones.reach(training.completion)
-        if self.now - loan.asked < LENDING_SECONDS if loan.lent else not reached:
+        before, loan.complete = loan.complete, training.complete
+        if self.now - loan.asked < LENDING_SECONDS if loan.lent else loan.complete == before:
             return
         loan.asked = self.now
         fingerprint = engines.fingerprint
@@ -429,7 +431,7 @@ class Simulation:
         elif found.move is Move.LEND:
             self.now += engines.costs.estimate_lending(self._tp, held).seconds
             loan.lent, loan.since = True, self.now
-            loan.trainer.free = self.now + engines.setup
+            loan.trainer.lend(self.now, engines.setup)
             self._rebuild(found.tp)
 
     def _describe_training(self, running: int) -> Training:
@@ -450,12 +452,15 @@ class Simulation:
             setup=engines.setup,
             spare=max(running - max(needed, 1), 0),
             returned=self._loan.returned,
+            elapsed=self.now - self._begun,
+            **trainer.describe(self.now, engines.seconds_per_token),
         )
 
 
 @dataclass
 class _Loan:
-    """Of a round: whether ranks are lent, since when, and how long they were."""
+    """Of a round: whether ranks are lent, since when, and how long they were; samples that were complete when the
+    policy was asked."""
 
     trainer: Trainer = field(default_factory=Trainer)
     lent: bool = False
@@ -464,4 +469,4 @@ class _Loan:
     since: float = 0.0
     seconds: float = 0.0
     asked: float = float("-inf")
-    milestones: Milestones = field(default_factory=Milestones)
+    complete: int = 0

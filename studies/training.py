@@ -10,11 +10,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from sglang_pat.policies.lending import STRIDE, LendingPolicy, Milestones, Move, Training
+from sglang_pat.policies.lending import STRIDE, LendingPolicy, Move, Training
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.snapshot import Policy, Snapshot
 from sglang_pat.predict.cost import SwitchCosts
@@ -53,11 +54,20 @@ class Trainer:
     Attributes:
         begun: seconds of training that were begun on lent ranks.
         free: when they will have done what they have begun; infinite while none are lent.
+        since: when they were lent last.
     """
 
     def __init__(self) -> None:
         self._ready: list[tuple[float, float]] = []
-        self.begun, self.free = 0.0, np.inf
+        self.begun, self.free, self.since = 0.0, np.inf, np.inf
+
+    def lend(self, now: float, setup: float) -> None:
+        """Ranks are lent from now on; the first token is trained ``setup`` seconds later at the earliest."""
+        self.since, self.free = now, now + setup
+
+    def take_back(self) -> None:
+        """None are."""
+        self.since = self.free = np.inf
 
     def add(self, seconds: float, now: float) -> None:
         """A group is complete, and has its rewards, at ``now``."""
@@ -80,6 +90,13 @@ class Trainer:
 
     def _count_under_way(self, now: float) -> float:
         return max(self.free - now, 0.0) / STRIDE if self.begun and np.isfinite(self.free) else 0.0
+
+    def describe(self, now: float, seconds_per_token: float) -> dict[str, Any]:
+        """Fields of :class:`Training` that say what was done on lent ranks; none while none are lent."""
+        if now < self.since:
+            return {}
+        done = self.count_done_seconds(now)
+        return {"lent": now - self.since, "busy": STRIDE * done, "trained": int(done / max(seconds_per_token, 1e-12))}
 
     def finish(self, now: float) -> tuple[float, float]:
         """The round is over, and all ranks train what is left, in the order in which rewards come: seconds in which
@@ -152,6 +169,8 @@ class StepReplay:
         self.sizes = np.bincount(place)
         self.ended_at = np.searchsorted(self.points, batch.length)
         self._moves: dict[tuple[int, int], float] = {}
+        self._chosen: dict[tuple[int, int, float, float, bool], int] = {}
+        """Degrees by what a policy saw."""
 
     @property
     def training_seconds(self) -> float:
@@ -203,12 +222,13 @@ class StepReplay:
                 to = self.get_half_degree(tp)
                 pause = self.recompute_seconds(point, to) if recompute else self.move_seconds(point, tp)
                 drain, lent, start = self.half, True, now + pause
-                trainer.free, step.at = start + self.setup, (int(self.points[point]), 0)
+                trainer.lend(start, self.setup)
+                step.at = int(self.points[point]), 0
             elif closing and lent and trainer.free <= now:
                 pause = self.move_seconds(point, tp)
                 drain, lent = self.whole, False
                 step.lent, step.at = (start, now + pause), (step.at[0], int(self.points[point]))
-                trainer.free = np.inf
+                trainer.take_back()
             else:
                 to = choose_tp(moment)
                 moved = to != tp
@@ -245,29 +265,43 @@ class StepReplay:
         return choose_lending
 
     def run_policies(
-        self, layouts: Policy, lending: LendingPolicy | None, history: LengthHistory, share: float | None = None
+        self,
+        layouts: Policy,
+        lending: LendingPolicy | None,
+        history: LengthHistory,
+        share: float | None = None,
+        believe: Callable[[Training], Training] | None = None,
     ) -> Step:
         """With a policy for the degree, and one for lending (None: never; with ``share``: at this share of the
-        requests).  They see, and ``history`` learns, what an engine and its client would."""
+        requests).  They see, and ``history`` learns, what an engine and its client would; ``believe``: what a client
+        says of the training that is known right.
+
+        ``layouts`` and what ``history`` has learnt before are the same each time: what was decided in a run of this
+        batch holds for the next one, as far as both see the same.
+        """
         order = np.argsort(self.batch.length, kind="stable")
-        reported, asked, milestones, returned = 0, float("-inf"), Milestones(), False
+        reported, asked, known, returned = 0, float("-inf"), 0, False
 
         def choose_tp(moment: Moment) -> int:
             nonlocal reported
             while self.batch.length[order[reported]] <= self.points[moment.point]:
                 self.learn(history, order[reported])
                 reported += 1
-            return layouts(self.make_snapshot(moment), history).tp
+            seen = moment.point, moment.tp, moment.now, moment.last_switch, moment.lent
+            if seen not in self._chosen:
+                self._chosen[seen] = layouts(self.make_snapshot(moment), history).tp
+            return self._chosen[seen]
 
         def choose_lending(moment: Moment) -> Move:
-            nonlocal asked, returned
+            nonlocal asked, known, returned
             if lending is None:
                 return Move.NEVER
-            reached = milestones.reach(self.count_complete(moment.point) / len(self.batch.length))
-            if moment.now - asked < ASK_SECONDS if moment.lent else not reached:
+            before, known = known, self.count_complete(moment.point)
+            if moment.now - asked < ASK_SECONDS if moment.lent else known == before:
                 return Move.WAIT
             asked = moment.now
-            move = lending(self.make_snapshot(moment), history, self.describe_training(moment, returned)).move
+            told = self.describe_training(moment, returned)
+            move = lending(self.make_snapshot(moment), history, believe(told) if believe else told).move
             returned = returned or (moment.lent and move is Move.TAKE_BACK)
             return move
 
@@ -303,6 +337,8 @@ class StepReplay:
             seconds_per_token=self.seconds_per_token,
             setup=self.setup,
             returned=returned,
+            elapsed=moment.now,
+            **moment.trainer.describe(moment.now, self.seconds_per_token),
         )
 
     # -- the oracle ------------------------------------------------------------------------------------

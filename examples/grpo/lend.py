@@ -55,15 +55,18 @@ class Lending:
     Attributes:
         decide: the policy; measurements and tests put another one here.
         pace: of training, in the steps so far.
+        now: a monotonic clock.
     """
 
     def __init__(self, engine: Any, train: Callable[[Sequence[Group]], None], samples: int) -> None:
         self.engine, self.train, self.samples = engine, train, samples
         self.decide: Callable[..., dict[str, Any]] = engine.decide_lending
         self.pace = TrainingPace()
+        self.now: Callable[[], float] = time.monotonic
         self.threads = torch.get_num_threads()
 
     def begin(self) -> None:
+        self.pace.begin_step(self.now())
         self.groups: list[Group] = []
         self.asks = True
         """The policy may still say something new in this round."""
@@ -91,20 +94,21 @@ class Lending:
         if self.lent:
             self.take_back()
         self.train_new()
-        self.pace.end_step()
 
     def follow_policy(self) -> None:
-        if not (measured := self.pace.describe()) or not self.asks:
+        if not self.pace.is_known or not self.asks:
             return  # the first step is measured
         complete = sum(len(group.list_kept()) for group in self.groups)
         said = self.decide(
             samples=max(self.samples, complete), complete=complete, ready=count_tokens(self.groups[self.trained :]),
-            pending=max(0, self.ended - count_tokens(self.groups)), returned=len(self.moves) == 2, **measured,
+            pending=max(0, self.ended - count_tokens(self.groups)), returned=len(self.moves) == 2,
+            **self.pace.describe(self.now()),
         )  # fmt: skip
         if said["move"] == Move.LEND:
             self.engine.lend_ranks(STRIDE)
             torch.set_num_threads(max(1, self.threads // STRIDE))
-            self.moves.append(time.monotonic())
+            self.moves.append(self.now())
+            self.pace.lend(self.moves[0])
         elif said["move"] == Move.TAKE_BACK:
             self.take_back()
         self.asks = said["move"] != Move.NEVER
@@ -112,15 +116,16 @@ class Lending:
     def take_back(self) -> None:
         self.engine.take_back_ranks()
         torch.set_num_threads(self.threads)
-        self.moves.append(time.monotonic())
+        self.moves.append(self.now())
+        self.pace.take_back()
 
     def train_new(self) -> None:
         """The groups that are complete and not trained yet."""
         if new := self.groups[self.trained :]:
-            start = time.monotonic()
+            start = self.now()
             self.train(new)
             self.trained = len(self.groups)
-            end, tokens = time.monotonic(), count_tokens(new)
+            end, tokens = self.now(), count_tokens(new)
             self.spans.append(((start, end), tokens))
             self.pace.add(end - start, tokens, self.lent)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_module
+from msgspec import structs
 from safetensors.torch import load_file
 from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils
@@ -21,6 +22,7 @@ from sglang_pat.integrations.verl.gradient_sums import Sums
 from sglang_pat.integrations.verl.streaming import AdaptiveStream, check_samples
 from sglang_pat.integrations.verl.tail_batching import NoResponseError
 from sglang_pat.policies.lending import STRIDE, Move, Training
+from sglang_pat.policies.lengths import LengthHistory
 
 from . import jobs, verl_rewards, verl_stream_jobs
 from .jobs import SWITCHING
@@ -331,8 +333,10 @@ class World(AdaptiveStream):
 
     def __init__(self, batch: int, there: list[int], fails: tuple[int, ...] = ()) -> None:
         self.fails = fails
-        self.config: Any = SimpleNamespace(data=SimpleNamespace(train_batch_size=batch))
-        self.global_steps, self._lengths = 5, []
+        rollout = SimpleNamespace(rollout=SimpleNamespace(response_length=9))
+        self.config: Any = SimpleNamespace(data=SimpleNamespace(train_batch_size=batch), actor_rollout_ref=rollout)
+        self.global_steps, self.lengths = 5, list[int]()
+        self._history: Any = SimpleNamespace(observe=lambda length, *_: self.lengths.append(length))
         self.calls: list[str] = []
         update = tensordict_utils.get_tensordict({}, {"metrics": {"mfu": 1.0}})
         self.actor_rollout_wg: Any = SimpleNamespace(
@@ -365,7 +369,7 @@ def test_a_step_is_one_update_of_chunks_of_whatever_is_complete():
     batch = world.step(metrics, {})
     assert world.calls == ["prompts", "begin", "chunk 3", "chunk 1", "chunk 4", "finish 16"], "no more than the batch"
     assert len(batch.keys) == 16 + 3 and metrics["rollout/tokens/tp1"] == 80
-    assert metrics["training/stream/chunks"] == 3 and world._lengths == [3] * 16
+    assert metrics["training/stream/chunks"] == 3 and world.lengths == [3] * 16
     assert metrics["training/stream/hidden_seconds"] > 0 and metrics["training/stream/exposed_seconds"] > 0
 
 
@@ -463,7 +467,7 @@ def make_lending_trainer(monkeypatch, calls, engines, looks, policy) -> lending.
 def test_lent_ranks_train_until_the_batch_is_complete(monkeypatch, lent, chunks):
     """Two engines, and no profile; ``[]``: the switch was aborted, and nothing is trained before all is complete."""
     calls: list[Any] = []
-    engines = [LendingEngine(calls, lent, {}) for _ in range(2)]
+    engines = [LendingEngine(calls, lent, {2: Move.LEND}) for _ in range(2)]
     trainer: Any = make_lending_trainer(monkeypatch, calls, engines, iter([1, 2, 5, 5, 8]), "threshold")
     trainer.prepare_step()
     for groups in chunks:
@@ -479,7 +483,7 @@ def test_lent_ranks_train_until_the_batch_is_complete(monkeypatch, lent, chunks)
 def test_a_chunk_that_is_trained_does_not_hold_a_batch_that_is_complete(monkeypatch):
     """Two of four ranks train a chunk of six samples.  Then all groups are there: they end, all ranks do the rest."""
     calls: list[Any] = []
-    engines = [LendingEngine(calls, [1], {}) for _ in range(2)]
+    engines = [LendingEngine(calls, [1], {3: Move.LEND}) for _ in range(2)]
     trainer: Any = make_lending_trainer(monkeypatch, calls, engines, iter([3, 5, 8, 8, 8]), "threshold")
     trainer.prepare_step()
     assert trainer._wait_for_groups(GROUPS) == (3, {})
@@ -546,6 +550,46 @@ def test_all_ranks_train_when_nothing_is_generated_any_more(monkeypatch):
     assert calls == ["prompts", "memory", 1, "abort", "sleep"]
 
 
+@pytest.mark.parametrize(
+    ("looks", "running", "moved"),
+    [
+        ([1, 2, 3], [40, 40, 16], 3 / 8),
+        ([0, 7, 7, 8], [4], 7 / 8),
+        ([0, 7, 8], [40], 1.0),
+        ([8], [], 1.0),
+    ],
+    ids=["as soon as KV fits", "late, and a long rest", "it never fits", "too late"],
+)
+def test_the_trainers_gpus_leave_a_round_when_the_others_have_room(monkeypatch, looks, running, moved):
+    """Eight groups of two.  Those that run are at 10 of 50 tokens; the engines that stay have room for 1200."""
+    counts, groups, calls = iter(running), iter(looks), list[str]()
+
+    def make_engine(room: int) -> SimpleNamespace:
+        def report() -> SimpleNamespace:
+            count = next(counts)
+            return SimpleNamespace(running=count, waiting=0, tokens=20 * count, kv_free=room - 20 * count)
+
+        return SimpleNamespace(load=SimpleNamespace(remote=report))
+
+    monkeypatch.setattr(streaming.ray, "get", lambda found: found)
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", [*GOOD, f"{ROLLOUT}.n=2", "data.max_response_length=50"])
+    trainer: Any = object.__new__(streaming.AdaptiveStream)
+    trainer.config, trainer.timing_raw, trainer._history = config, {}, LengthHistory()
+    for _ in range(100):
+        trainer._history.observe(50, 0)
+    trainer.current_mode = streaming.HybridEngineMode.ROLLOUT
+    trainer._look_for_groups = lambda found: {str(group) for group in range(next(groups))}
+    trainer.switch_to_trainer = lambda: calls.append("moved")
+    trainer.standalone_server_manager = SimpleNamespace(server_handles=[make_engine(1200)])
+    trainer.llm_server_manager = SimpleNamespace(server_handles=[])
+    tags = {f"{group}_{i}_0": {"prompt_len": 10, "response_len": 40} for group in range(8) for i in (0, 1)}
+    trainer.replay_buffer = SimpleNamespace(
+        partitions={"train": tags}, _wait_for_next_poll=lambda partition, last: last
+    )  # fmt: skip
+    assert trainer._wait_for_sampleable_and_switch() == {streaming.SWITCHED_AT: moved} and calls == ["moved"]
+
+
 def test_a_chunk_has_a_fifth_of_what_is_left():
     left, chunks = 32, list[int]()
     while left:
@@ -560,9 +604,12 @@ def test_with_a_profile_the_engine_says_when_ranks_are_lent_and_taken_back(monke
     looks = iter([2, 8, 2, 2, 3, 4, 5, 5, 6, 8])
     trainer: Any = make_lending_trainer(monkeypatch, calls, [engine], looks, "survival")
     trainer.prepare_step()
-    assert trainer._wait_for_groups(GROUPS) == (GROUPS, {streaming.SWITCHED_AT: 1.0}) and not engine.asked
-    trainer._pace.add(4.0, 200, lent=False)  # of the first step, which is measured
-    del calls[:]
+    engine.says = {}
+    assert trainer._wait_for_groups(GROUPS) == (GROUPS, {streaming.SWITCHED_AT: 1.0})
+    assert {training.seconds_per_token for training in engine.asked} == {0.0}, "the first step is measured"
+    trainer._pace.add(4.0, 200, lent=False)
+    engine.says = {6: Move.LEND, 10: Move.TAKE_BACK}
+    del calls[:], engine.asked[:]
     trainer.prepare_step()
     assert trainer._wait_for_groups(GROUPS) == (3, {}) and calls == ["prompts", 2], "asked with 2 complete, once"
     trainer.trained = 3
@@ -571,8 +618,12 @@ def test_with_a_profile_the_engine_says_when_ranks_are_lent_and_taken_back(monke
     assert trainer._wait_for_groups(4) == (4, {streaming.SWITCHED_AT: 3 / 8})
     assert calls == ["prompts", 2, "memory", 1, "memory", 1, "abort", "sleep"], "taken back with 5 complete"
     assert [training.complete for training in engine.asked] == [4, 6, 8, 10], "and then no more"
-    first = Training(samples=16, complete=4, ready=60, pending=30, seconds_per_token=0.02)
-    assert engine.asked[0] == first and engine.asked[3].ready == 30
+    told = [structs.replace(training, elapsed=0.0, lent=0.0) for training in engine.asked]
+    assert told[0] == Training(samples=16, complete=4, ready=60, pending=30, seconds_per_token=0.02)
+    assert told[3].ready == 30
+    assert [training.lent > 0 for training in engine.asked] == [False, False, True, True]
+    elapsed = [training.elapsed for training in engine.asked]
+    assert elapsed == sorted(elapsed) and elapsed[0] >= 0
 
 
 LENT = (

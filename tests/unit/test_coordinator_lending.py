@@ -261,8 +261,10 @@ def test_the_lending_policy_is_shown_the_ranks_that_work():
     assert seen == [(4, 8, [0, 0, 1, 1, 2, 2, 3, 3]), (2, 6, [0] * 3 + [1] * 3)]
 
 
-def test_without_a_profile_nobody_says_when_to_lend():
-    answer = ask(Rig(1, 2, policy="threshold"))
-    assert answer.code == 400 and answer.message == (
-        "no policy says when to lend ranks: it needs --pat-policy survival or pat, with a profile (--pat-profile)"
-    )
+def test_without_a_profile_the_room_for_kv_decides():
+    """The policy that switches is not shown the requests one by one; the one that lends is."""
+    rig = Rig(1, 4, policy="threshold")
+    rig.world.kv_totals = {1: 10**6, 2: 2 * 10**6, 4: 4 * 10**6}
+    rig.work(8)
+    rig.settle()
+    assert ask(rig).record["why"] == "KV fits" and ask(rig).record["move"] == "lend"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang_pat import messages as m
 from sglang_pat.config import DECIDING, AdaptiveConfig
 from sglang_pat.coordinator.replicas import Generation, Leader, Outbox, sum_load
 from sglang_pat.coordinator.round_tracker import RoundTracker
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.policies.lending import LendingDecision, LendingPolicy, Training
+from sglang_pat.policies.lending import LendingDecision, LendingPolicy, Training, make_lending_policy
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.snapshot import NO_LOAD, Policy, Snapshot
@@ -58,7 +58,7 @@ class Decisions:
         outbox: where decisions are told.
         policy: what ``config.policy`` names; made here if it needs no profile.
         predictor: of the profile that the policy has; None if it has none.
-        lending: says when ranks are lent; None where the policy does not predict.
+        lending: says when ranks are lent, by the profile; None without one: the room for KV decides.
 
     Attributes:
         history: lengths of the responses that ended.
@@ -80,7 +80,7 @@ class Decisions:
     ) -> None:
         self.history = LengthHistory()
         self.expected_seconds: float | None = None
-        self.lending = lending
+        self._lending = lending or make_lending_policy(None, None, config.num_ranks, config.list_degrees())
         self.policy = policy or make_policy(config.policy, switch_at=config.switch_at, max_running=config.max_running)
         self._config, self._leaders, self._outbox = config, leaders, outbox
         self._degrees = tuple(layout.tp for layout in config.layouts)
@@ -201,13 +201,16 @@ class Decisions:
         return WantedSwitch(target, self._config.policy, recompute_below=decision.recompute_below, ahead=ahead)
 
     def decide_lending(self, layout: ParallelLayout, requests: int, training: Training, now: float) -> LendingDecision:
-        """Whether ranks should be lent now, or taken back; there is a policy for it (:attr:`lending`).
+        """Whether ranks should be lent now, or taken back.
 
         Args:
             layout: the one in force; ``requests``: as for :meth:`make_snapshot`.
         """
-        assert self.lending is not None, "nobody says when ranks are lent"
-        return self.lending(self.make_snapshot(layout, requests, now), self.history, training)
+        snapshot = self.make_snapshot(layout, requests, now)
+        if not self._config.predicts:
+            load, room = sum_load(self._leaders, layout.working), self._room(layout)
+            snapshot = replace(snapshot, load=load, room=room)
+        return self._lending(snapshot, self.history, training)
 
     def make_snapshot(self, layout: ParallelLayout, requests: int, now: float) -> Snapshot:
         """What the policy is shown; ``requests``: in the engine and in the backlog."""

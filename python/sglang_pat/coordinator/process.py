@@ -249,7 +249,7 @@ def _find_effects(obj: Any) -> dict[str, Any]:
 def load_policies(
     config: AdaptiveConfig, profile: Profile | None
 ) -> tuple[Policy, Predictor | None, LendingPolicy | None]:
-    """The policy of ``config``, the predictor of the profile, and who says when ranks are lent."""
+    """The policy of ``config``, the predictor of the profile, and who says by it when ranks are lent."""
     predictor = costs = lending = None
     if profile is not None:
         predictor, costs = build_predictors(profile)

@@ -178,9 +178,6 @@ class Switching:
         Args:
             requests: in the engine and in the backlog.
         """
-        if self._decisions.lending is None:
-            what = "it needs --pat-policy survival or pat, with a profile (--pat-profile)"
-            return self._reply(query.query_id, 400, f"no policy says when to lend ranks: {what}")
         if self.under_way or self.wanted or not all(self._leaders[rank].known for rank in self.layout.working):
             decision = LendingDecision(move=Move.WAIT, why="a switch is under way", tp=self.layout.tp)
         else:

@@ -1,8 +1,9 @@
 """When half of the ranks are lent to the trainer in the middle of a round, and when they are taken back.
 
-RollPacker's stream trainer (section 4.4, Algorithm 1) moves half of the GPUs to training at the first of the milestones
-at which the rest's projected peak KV fits the other half, and back when the round is over.  It leaves out what the move
-and the slower tail cost.  Here ranks are lent only if what is gained is more than that:
+RollPacker's stream trainer (section 4.4, Algorithm 1) moves half of the GPUs to training when a share of the batch is
+complete and the rest's projected peak KV fits the other half, and back when the round is over.  That is
+:func:`decide_by_room`, all that can be said where no step times are known.  It leaves out what the move and the slower
+tail cost.  With a profile ranks are lent only if what is gained is more than that:
 
     gained = training that is done meanwhile, in seconds on all ranks
            - (the round with ranks lent - the round without), switches, moves and the way back included
@@ -10,9 +11,15 @@ and the slower tail cost.  Here ranks are lent only if what is gained is more th
 Both rounds follow the best course over layouts (:mod:`~sglang_pat.policies.course`), one on half of the ranks up to the
 best moment to take them back.  So ranks come back when the trainer has caught up, if the tail is faster then.
 
+That is an expectation, and a step is one draw: groups may be complete much later than expected, or the round may be
+over at once.  So ranks are lent only if at most :data:`RISK` of the step would be lost then, and they are taken back
+when a trainer without work has lost as much.  What is lost is counted from what was measured since the lending, so a
+trainer that is quicker than its client says is noticed, too.
+
 Three things differ from the paper.  The trainer takes whole groups only, since an advantage needs all responses of its
 prompt; so completion counts them, and what can be trained is estimated by groups.  Training is counted in tokens, for
-the responses that end first are short ones.  And :data:`LAST_MILESTONE` is later: groups are complete late.
+the responses that end first are short ones.  And ranks may be lent late: where useless prompts are replaced by new ones
+(DAPO) most of the time is there.
 
 In a layout of stride 2 every second TP group works (:class:`~sglang_pat.layout.ParallelLayout`); requests of a group
 that is lent go on in the one before it, in the same degree.  A degree that takes all ranks is left for the next lower
@@ -21,10 +28,11 @@ one.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -39,11 +47,15 @@ from sglang_pat.predict.predictor import StepPredictor
 STRIDE = 2
 """Half of the ranks are lent, as in the paper."""
 
-MILESTONE = 0.05
-"""Share of the batch between two questions before ranks are lent (the paper's)."""
+FIRST_MILESTONE = 0.2
+"""Completion at which ranks may be lent first (the paper's)."""
 
-FIRST_MILESTONE, LAST_MILESTONE = 0.2, 0.5
-"""Completion at which ranks may be lent first and last."""
+LAST_MILESTONE = 0.5
+"""Up to which a lending may be put off for a better moment, and up to which, where no step times are known, ranks are
+lent as soon as KV fits (the paper's)."""
+
+LEAST_REST = 0.5
+"""After it the rest must be expected to last as long as it takes to generate this share of a response."""
 
 ROOM = 0.9
 """Of the KV room of the ranks that stay: so much the projected peak may take.  Lengths vary, and replicas differ."""
@@ -54,6 +66,12 @@ MARGIN = 0.01
 MARGIN_SECONDS = 0.1
 """And at least this much."""
 
+UNLIKELY = 0.001
+"""An end of the round that is less likely by then is left out of account, once a whole batch of lengths is known."""
+
+RISK = 0.01
+"""Share of the step that a lending may lose before ranks are taken back."""
+
 
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
@@ -62,8 +80,8 @@ Seconds = Annotated[float, Meta(ge=0)]
 class Move(StrEnum):
     """What is to be done with the ranks.
 
-    ``wait``: nothing now, ask again at the next milestone, or, while they are lent, after some time.  ``never``:
-    nothing more in this round.
+    ``wait``: nothing now, ask again when another group is complete, or, while they are lent, after some time.
+    ``never``: nothing more in this round.
     """
 
     LEND = "lend"
@@ -80,11 +98,14 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         complete: of them, those in groups that are complete and have their rewards, trained or not.
         ready: tokens (prompt and response) of complete groups that the trainer has not begun.
         pending: tokens of samples that have ended while their group goes on.
-        seconds_per_token: of training on all ranks, as the last step took.
+        seconds_per_token: of training on all ranks, as earlier steps took; 0 if it is not known yet.
         slowdown: on those that are lent a token takes so many times as long.
-        setup: seconds between the lending and the first token that is trained, as the last time.
+        setup: seconds between the lending and the first token that is trained, as in earlier steps.
         spare: samples in the engine that the batch can do without (tail batching): it is complete before they end.
         returned: ranks were lent in this step, and taken back.
+        elapsed: seconds since the step began.
+        lent: seconds since ranks were lent, in which the trainer could use them; 0 if none are.
+        busy: of them, those in which it trained, and ``trained``: the tokens.
 
     Raises:
         ValueError: more complete samples than there are.
@@ -99,6 +120,10 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     setup: Seconds = 0.0
     spare: Count = 0
     returned: bool = False
+    elapsed: Seconds = 0.0
+    lent: Seconds = 0.0
+    busy: Seconds = 0.0
+    trained: Count = 0
 
     def __post_init__(self) -> None:
         if self.complete > self.samples:
@@ -108,6 +133,12 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def completion(self) -> float:
         """Share of the batch that the trainer could have."""
         return self.complete / self.samples
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of training on all ranks that lent ones have done so far.  Of two ways to count them the lower one:
+        ``seconds_per_token`` and ``slowdown`` may be wrong, and what was measured bounds either."""
+        return min(self.busy / self.slowdown, self.trained * self.seconds_per_token)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,62 +159,136 @@ class LendingDecision:
 
 
 LendingPolicy = Callable[[Snapshot, LengthHistory, Training], LendingDecision]
-"""Asked at every milestone (:class:`Milestones`), and while ranks are lent every second or so.
+"""Asked whenever a group is complete, and while ranks are lent every second or so.
 
 ``Snapshot`` is of the ranks that work, as any policy sees it: ``num_ranks`` and ``load.replica`` count them only.
 """
 
 
-def count_milestones(completion: float) -> int:
-    """Milestones that are passed at a share of the batch; none before :data:`FIRST_MILESTONE`."""
-    return max(0, int((completion - FIRST_MILESTONE) / MILESTONE + 1 + 1e-9)) if completion > 0 else 0
-
-
-@dataclass
-class Milestones:
-    """Those of a round; whoever has them asks a policy once at each."""
-
-    passed: int = 0
-
-    def reach(self, completion: float) -> bool:
-        """Whether a share of the batch is past another one."""
-        before, self.passed = self.passed, count_milestones(completion)
-        return self.passed != before
-
-
 class TrainingPace:
-    """What a token took to be trained: with all ranks and with those that are lent, in the last step that had such
-    training."""
+    """What training takes, as the client measures it: by token, with all ranks and with those that are lent, and to
+    begin on lent ones.  Of the last two steps that had such training the quicker one: the first step of a job compiles,
+    and any may be held up.
+
+    Times are seconds of one clock.
+    """
 
     def __init__(self) -> None:
-        self._last: dict[bool, float] = {}
-        self._step: dict[bool, tuple[float, int]] = {}
+        self._lent: deque[float] = deque(maxlen=2)
+        self._whole: deque[float] = deque(maxlen=2)
+        self._setup: deque[float] = deque(maxlen=2)
+        self._chunks: list[tuple[float, int, bool]] = []
+        self._began: float | None = None
+        self._since: float | None = None
+
+    def begin_step(self, now: float) -> None:
+        """The one before is over."""
+        whole = [chunk for chunk in self._chunks if not chunk[2]]
+        first, *later = [chunk for chunk in self._chunks if chunk[2]] or [(0.0, 0, True)]
+        self._whole.extend(_compute_pace(whole))
+        # What the first chunk on lent ranks takes longer than those after it is what it takes to begin.
+        self._lent.extend(_compute_pace(later))
+        if first[1] and (pace := min(self._lent, default=STRIDE * min(self._whole, default=0.0))):
+            self._setup.append(max(0.0, first[0] - first[1] * pace))
+        self._chunks, self._began, self._since = [], now, None
+
+    def lend(self, now: float) -> None:
+        """Ranks are lent from now on."""
+        self._since = now
+
+    def take_back(self) -> None:
+        """None are."""
+        self._since = None
 
     def add(self, seconds: float, tokens: int, lent: bool) -> None:
         """Of a chunk; ``lent``: on lent ranks."""
-        before, trained = self._step.get(lent, (0.0, 0))
-        self._step[lent] = before + seconds, trained + tokens
+        self._chunks.append((seconds, tokens, lent))
 
-    def end_step(self) -> None:
-        self._last |= {lent: seconds / tokens for lent, (seconds, tokens) in self._step.items() if tokens}
-        self._step = {}
+    @property
+    def is_known(self) -> bool:
+        """A step was trained with all ranks."""
+        return bool(self._whole)
 
-    def describe(self) -> dict[str, float]:
-        """Fields of :class:`Training`; none before a first step was trained with all ranks."""
-        whole, lent = self._last.get(False), self._last.get(True)
-        if not whole:
-            return {}
-        return {"seconds_per_token": whole} | ({"slowdown": max(1.0, lent / whole)} if lent else {})
+    def describe(self, now: float) -> dict[str, Any]:
+        """Fields of :class:`Training`."""
+        whole = min(self._whole, default=0.0)
+        found: dict[str, Any] = {"seconds_per_token": whole, "setup": min(self._setup, default=0.0)}
+        if self._lent and whole:
+            found["slowdown"] = max(1.0, min(self._lent) / whole)
+        if self._began is not None:
+            found["elapsed"] = now - self._began
+        if self._since is not None:
+            lent = [(seconds, tokens) for seconds, tokens, lent in self._chunks if lent]
+            found |= {
+                "lent": now - self._since,
+                "busy": sum(one for one, _ in lent),
+                "trained": sum(n for _, n in lent),
+            }
+        return found
 
 
-def compute_peak_tokens(outlook: Outlook) -> float:
+def _compute_pace(chunks: Sequence[tuple[float, int, bool]]) -> list[float]:
+    """Seconds of a token, if any was trained."""
+    tokens = sum(tokens for _, tokens, _ in chunks)
+    return [sum(seconds for seconds, _, _ in chunks) / tokens] if tokens else []
+
+
+def project_peak(outlook: Outlook) -> float:
     """Most KV tokens that the running requests are expected to have together, at any later moment (section 4.4)."""
     return float((outlook.number * outlook.any_alive * outlook.context).max())
 
 
+def make_load(running: int, waiting: int, tokens: int, prompt: int, limit: int) -> Load:
+    """Requests of which only the number is known, and the sum of their tokens: all that run are alike.
+
+    Args:
+        tokens: of those that run, prompts included; the others wait for their first one.
+        prompt: tokens of a prompt, on average; ``limit``: of a response at most.
+    """
+    each = min(max(tokens // max(running, 1) - prompt, 1), limit)
+    count = running + waiting
+    return Load(
+        prompt=np.full(count, prompt),
+        output=np.repeat([each, 0], [running, waiting]),
+        limit=np.full(count, limit),
+        family=np.arange(count),
+        replica=np.zeros(count, dtype=np.int64),
+    )
+
+
+def decide_by_room(training: Training, outlook: Outlook, room: float) -> LendingDecision:
+    """Whether ranks may be lent, as far as it can be said without step times: ``lend``, or ``wait``.
+
+    Up to :data:`LAST_MILESTONE` it is Algorithm 1.  Later a long rest and work for the trainer are asked for besides.
+
+    Args:
+        outlook: of the running requests.
+        room: KV tokens of the ranks that stay.
+    """
+    if why := _find_hindrance(training, outlook, room):
+        return LendingDecision(move=Move.WAIT, why=why)
+    if training.completion > LAST_MILESTONE + 1e-9:
+        rest = float((outlook.width * outlook.any_alive).sum())
+        if rest < LEAST_REST * outlook.response:
+            return LendingDecision(move=Move.WAIT, why=f"late: the round is over in {rest:.0f} tokens")
+        work = training.ready * training.seconds_per_token * training.slowdown
+        if not training.ready or work < training.setup:
+            return LendingDecision(move=Move.WAIT, why="late: there is little to train")
+    return LendingDecision(move=Move.LEND, why="KV fits")
+
+
+def _find_hindrance(training: Training, outlook: Outlook, room: float) -> str:
+    """Why ranks may not be lent now, whatever it gains; empty if they may."""
+    if training.completion < FIRST_MILESTONE - 1e-9:
+        return "before the first milestone"
+    if (peak := project_peak(outlook)) > ROOM * room:
+        return f"KV: {peak:.0f} tokens expected, room for {room:.0f}"
+    return ""
+
+
 def make_lending_policy(
-    predictor: StepPredictor,
-    costs: SwitchCosts,
+    predictor: StepPredictor | None,
+    costs: SwitchCosts | None,
     num_ranks: int,
     degrees: Sequence[int],
     max_running: int | None = None,
@@ -191,11 +296,12 @@ def make_lending_policy(
     """The policy for a deployment.
 
     Args:
-        predictor, costs: step times and switch costs of its profile.
+        predictor, costs: step times and switch costs of its profile; None without one: then :func:`decide_by_room`
+            decides, and ranks are taken back when the round is over or KV no longer fits.
         num_ranks, degrees: of the engine with all its ranks.
         max_running: requests that one replica decodes at once; None if memory is the only bound.
     """
-    planner = LayoutPlanner(predictor, costs, max_running)
+    planner = LayoutPlanner(predictor, costs, max_running) if predictor is not None and costs is not None else None
     rest = num_ranks // STRIDE
     usable = tuple(tp for tp in degrees if num_ranks % STRIDE == 0 and rest % tp == 0)
 
@@ -204,21 +310,32 @@ def make_lending_policy(
         outlook = look_ahead(snapshot.load, history) if len(snapshot.load) else None
         if outlook is None:
             return _say(snapshot, Move.TAKE_BACK if lent else Move.NEVER, "the round is over")
-        if not lent and (found := _refuse(snapshot, training, usable)):
-            return found
+        if not usable:
+            return _say(snapshot, Move.NEVER, "no degree fits half of the ranks")
+        if training.returned and not lent:
+            return _say(snapshot, Move.NEVER, "ranks were lent in this step already")
         outlook = _end_with_spare(outlook, training.spare)
         room = min((snapshot.room[tp] * (rest // tp) for tp in usable if tp in snapshot.room), default=0.0)
-        peak = compute_peak_tokens(outlook)
-        if peak > (room if lent else ROOM * room):
-            why = f"KV: {peak:.0f} tokens expected, room for {room:.0f}"
-            return _say(snapshot, Move.TAKE_BACK if lent else Move.WAIT, why)
+        if lent and (peak := project_peak(outlook)) > room:
+            return _say(snapshot, Move.TAKE_BACK, f"KV: {peak:.0f} tokens expected, room for {room:.0f}")
+        if not lent and (why := _find_hindrance(training, outlook, room)):
+            return _say(snapshot, Move.WAIT, why)
+        if planner is None or costs is None:
+            if lent:
+                return _say(snapshot, Move.WAIT, "the round goes on")
+            said = decide_by_room(training, outlook, room)
+            return replace(said, tp=_choose_half_tp(usable, snapshot.tp) if said.move is Move.LEND else snapshot.tp)
         courses = _plan_courses(planner, snapshot, outlook, num_ranks, tuple(degrees), usable)
         alive = np.append(np.concatenate([[1.0], outlook.any_alive])[: len(outlook.width)], 0.0)
-        moving = alive * _estimate_moves(costs, snapshot.tp, snapshot.load, outlook)
+        moves = _estimate_moves(costs, snapshot.tp, snapshot.load, outlook)
         work = expect_work(snapshot.load, history, training, outlook)
         if lent:
-            return _decide_return(courses, moving, work, training)
-        return _decide_lending(courses, moving, work, training)
+            return _decide_return(courses, alive * moves, work, training)
+        said = _decide_lending(courses, alive * moves, work, training)
+        unlikely = UNLIKELY if len(history) >= training.samples else 0.0
+        if said.move is Move.LEND and (loss := _estimate_loss(courses, moves, outlook, training, unlikely)) > RISK:
+            return replace(said, move=Move.WAIT, why=f"{loss:.1%} of the step may be lost", tp=snapshot.tp)
+        return said
 
     return decide
 
@@ -228,27 +345,45 @@ def _say(snapshot: Snapshot, move: Move, why: str) -> LendingDecision:
     return LendingDecision(move=move, why=why, tp=snapshot.tp)
 
 
-def _refuse(snapshot: Snapshot, training: Training, usable: Sequence[int]) -> LendingDecision | None:
-    """What needs no estimate while all ranks work."""
-    if not usable:
-        return _say(snapshot, Move.NEVER, "no degree fits half of the ranks")
-    if training.returned:
-        return _say(snapshot, Move.NEVER, "ranks were lent in this step already")
-    if training.completion > LAST_MILESTONE + MILESTONE:
-        return _say(snapshot, Move.NEVER, "the last milestone is past")
-    if not count_milestones(training.completion):
-        return _say(snapshot, Move.WAIT, "before the first milestone")
-    return None
+def _choose_half_tp(usable: Sequence[int], tp: int) -> int:
+    """The degree of those that stay: the one in force, or the next lower one that fits them."""
+    return max(degree for degree in usable if degree <= max(tp, usable[0]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Courses:
-    """The best course on all ranks and on those that stay, and the degrees in force there at the start."""
+    """The best course on all ranks and on those that stay, and the degrees in force there at the start.
+
+    Attributes:
+        tokens: of the batch so far that are not trained yet, in groups that are complete and in others.
+    """
 
     whole: Course
     half: Course
     whole_tp: int
     half_tp: int
+    tokens: int
+
+    def get_floor(self, training: Training) -> float:
+        """Seconds that the step takes if the round ends now."""
+        return training.elapsed + training.seconds_per_token * (training.ready + training.pending + self.tokens)
+
+    @property
+    def slower(self) -> float:
+        """Share of the time with ranks lent that all of them would save, as things are now."""
+        half = self.half.running[self.half.degrees.index(self.half_tp), 0]
+        return float(1 - self.whole.running[:, 0].min() / half)
+
+    def unfold(self, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds up to the start of each interval and to the end on all ranks and on those that stay, if some request
+        runs until then, ``[intervals + 1]`` each.
+
+        Args:
+            alive: probability that one does, ``[intervals]``.
+        """
+        ways = ((self.whole, self.whole_tp), (self.half, self.half_tp))
+        whole, half = (np.append(0.0, np.cumsum(np.diff(course.follow(0, tp)[0]) / alive)) for course, tp in ways)
+        return whole, half
 
     def seconds_if_returned(self, start: int, moving: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """With ranks lent from the start of an interval: seconds up to the start of each later one, and seconds of the
@@ -267,7 +402,7 @@ def _plan_courses(
     usable: tuple[int, ...],
 ) -> _Courses:
     rest, tp = num_ranks // STRIDE, snapshot.tp
-    half_tp = max(degree for degree in usable if degree <= max(tp, usable[0]))
+    half_tp = _choose_half_tp(usable, tp)
     if snapshot.num_ranks < num_ranks:
         half = snapshot
         replica = np.arange(len(snapshot.load)) % (num_ranks // tp)  # those that come back take half of the requests
@@ -278,7 +413,11 @@ def _plan_courses(
         load = replace(snapshot.load, replica=replica)
         half = replace(snapshot, num_ranks=rest, degrees=usable, tp=half_tp, load=load)
     return _Courses(
-        whole=planner.plan(whole, outlook).course, half=planner.plan(half, outlook).course, whole_tp=tp, half_tp=half_tp
+        whole=planner.plan(whole, outlook).course,
+        half=planner.plan(half, outlook).course,
+        whole_tp=tp,
+        half_tp=half_tp,
+        tokens=int((snapshot.load.prompt + snapshot.load.output).sum()),
     )
 
 
@@ -352,14 +491,14 @@ def _count_hidden_seconds(lent: np.ndarray, work: np.ndarray, setup: float, slow
 
 
 def _decide_lending(courses: _Courses, moving: np.ndarray, work: Work, training: Training) -> LendingDecision:
-    """All ranks work."""
+    """All ranks work: what is expected."""
     training_seconds = training.seconds_per_token * work.tokens
     _, held = courses.whole.follow(0, courses.whole_tp)
-    may = work.samples <= training.samples * LAST_MILESTONE
-    may[0], may[-1] = True, False
     gains = np.full(len(moving), -np.inf)
-    for start in np.flatnonzero(may):
-        lent, totals = courses.seconds_if_returned(int(start), moving)
+    # Beyond the last milestone nothing is put off: questions come when groups are complete, late ones far apart.
+    later = np.flatnonzero(work.samples[:-1] <= LAST_MILESTONE * training.samples)
+    for start in {0, *later.tolist()}:
+        lent, totals = courses.seconds_if_returned(start, moving)
         hidden = _count_hidden_seconds(lent, training_seconds[start:], training.setup, training.slowdown)
         without = courses.whole.to_go[start, courses.whole.degrees.index(held[start])]
         gains[start] = (without - moving[start] - totals + hidden).max()
@@ -370,9 +509,31 @@ def _decide_lending(courses: _Courses, moving: np.ndarray, work: Work, training:
     return LendingDecision(move=Move.LEND, gain=gain, why="hides training", tp=courses.half_tp)
 
 
+def _estimate_loss(
+    courses: _Courses, moves: np.ndarray, outlook: Outlook, training: Training, unlikely: float
+) -> float:
+    """Most of the step that a lending now may lose, as a share, if no other group gets complete: because the round is
+    over before the trainer has begun or caught up, or because ranks are taken back when it has.
+
+    Args:
+        moves: seconds of a lending or a return at the start of each interval and at the end.
+        unlikely: an end of the round that is less likely by an interval is left out of account there.
+    """
+    whole, half = courses.unfold(outlook.any_alive)
+    ready = training.seconds_per_token * training.ready
+    hidden = _count_hidden_seconds(half, np.full(len(half), ready), training.setup, training.slowdown)
+    lost = moves[0] + half - whole - hidden
+    done = min(int(np.searchsorted(half, training.setup + training.slowdown * ready)), len(half) - 1)
+    lost[done] += moves[done]
+    may = np.append(0.0, 1 - outlook.any_alive) >= unlikely
+    may[done] = True
+    return float((lost / (courses.get_floor(training) + whole + 1e-9))[: done + 1][may[: done + 1]].max())
+
+
 def _decide_return(courses: _Courses, moving: np.ndarray, work: Work, training: Training) -> LendingDecision:
     """Ranks are lent."""
     lent, totals = courses.seconds_if_returned(0, moving)
+    stays = float(totals[-1])
     totals -= _count_hidden_seconds(lent, training.seconds_per_token * work.tokens, 0.0, training.slowdown)
     gain = float(totals[1:].min() - totals[0])
     least = max(MARGIN * float(totals[0]), MARGIN_SECONDS)
@@ -380,4 +541,9 @@ def _decide_return(courses: _Courses, moving: np.ndarray, work: Work, training: 
         return LendingDecision(
             move=Move.TAKE_BACK, gain=gain, why="the rest is faster on all ranks", tp=courses.half_tp
         )
+    lost = courses.slower * training.lent + 2 * moving[0] - training.hidden
+    risk = max(RISK * courses.get_floor(training), MARGIN_SECONDS)
+    if not training.ready and lost > risk and stays - totals[0] >= least:
+        why = f"the trainer waits, {lost:.1f} s are lost"
+        return LendingDecision(move=Move.TAKE_BACK, gain=gain, why=why, tp=courses.half_tp)
     return LendingDecision(move=Move.WAIT, gain=gain, why="there is training to hide", tp=courses.half_tp)

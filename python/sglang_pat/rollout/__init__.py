@@ -5,5 +5,5 @@ It runs in the process of whoever trains.  ``rules.py`` says what is wanted, ``r
 from its beginning to its end), ``launch_order.py`` (what starts next, in each mode), ``deadlines.py`` (who must be
 returned when), ``redraws.py`` (which response set of a deferred prompt is kept) and ``estimates.py`` (what a job is
 told of lengths and costs).  ``rounds.py`` drives an engine with it: ``requests.py``, ``turns.py``, ``loop.py``; a
-server with ``client.py``.  ``scale_down.py`` says when GPUs leave a round to train.
+server with ``client.py``.
 """

@@ -236,7 +236,6 @@ class Engine(EngineRollouts, AdaptiveEngine):
 
         Raises:
             ValueError: a field that cannot be, one line with its name.
-            ReconfigureError: the engine's policy does not predict (400).
         """
         return self._await(self.async_decide_lending(**about))
 

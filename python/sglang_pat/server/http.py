@@ -232,7 +232,7 @@ async def decide_lending(request: Request) -> dict:
     """``{"samples": 1024, "complete": 312, "ready": 210000, "seconds_per_token": 4e-5}``, fields of
     :class:`~sglang_pat.policies.lending.Training`: whether ranks should be lent now, or taken back (``move``), and why.
 
-    400: not a body like that, or the engine's policy does not predict.
+    400: not a body like that.
     """
     training = files.decode(await _read_body(request), Training)
     return await _get_manager().pat_decide_lending(training)

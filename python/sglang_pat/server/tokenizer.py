@@ -193,15 +193,8 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
         return reply.record or {}
 
     async def pat_decide_lending(self, training: Training) -> dict[str, Any]:
-        """As ``Engine.decide_lending``.
-
-        Raises:
-            ReconfigureError: the engine has no policy for it (400).
-        """
-        reply = await self._pat_ask(messages.LendingQuery, training=training)
-        if reply.code != 200:
-            raise ReconfigureError(reply.code, reply.message)
-        return reply.record or {}
+        """As ``Engine.decide_lending``."""
+        return (await self._pat_ask(messages.LendingQuery, training=training)).record or {}
 
     async def pat_get_trace(self) -> list[dict[str, Any]]:
         """Steps of all replicas since the last call (``sglang_pat.messages.Step``), oldest first; bounded."""

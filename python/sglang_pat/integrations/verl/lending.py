@@ -1,10 +1,10 @@
 """verl's trainer whose engines own its GPUs, and lend it ranks while the last responses are generated:
 ``trainer.v1.trainer_mode=sglang_pat_stream_lent``.
 
-All ranks generate at first.  When it pays (:mod:`sglang_pat.policies.lending`), or, without a profile, at a milestone
-(:mod:`sglang_pat.rollout.scale_down`), each engine lends every second rank.  Those of the trainer's replicas that have
-their GPUs train on the groups that are complete.  The other ranks go on with all requests.  When the batch is complete,
-or earlier if that is faster, the ranks go back.  Then the engines sleep, and all replicas train on the rest.
+All ranks generate at first.  When it pays, or, without a profile, when KV fits (:mod:`sglang_pat.policies.lending`),
+each engine lends every second rank.  Those of the trainer's replicas that have their GPUs train on the groups that are
+complete.  The other ranks go on with all requests.  When the batch is complete, or earlier if that is faster, the ranks
+go back.  Then the engines sleep, and all replicas train on the rest.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
 
     def __init__(self, config: DictConfig) -> None:
         check(config, MODE)
-        self._asks_engines = stream_options.check_lent(config, WHERE).predicts
+        stream_options.check_lent(config, WHERE)
         super().__init__(set_mode(config, "colocate_async"))
         self._pace = TrainingPace()
         self._rung = False
@@ -117,10 +117,8 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
         self._training, self._asked_at, self._switched_at, self._generates = (), 0, 1.0, True
         self._lent: dict[int, list[int]] = {}
         """Ranks that an engine has lent; none: it lends no more in this step."""
-        self._pace.end_step()
-        found = super().prepare_step()
-        self._moment = None if self._asks_engines else self._expect_scale_down(self._list_engines(), 1 / STRIDE)
-        return found
+        self._pace.begin_step(time.monotonic())
+        return super().prepare_step()
 
     def _wait_for_groups(self, wanted: int) -> tuple[int, dict[str, Any]]:
         """Also, until there are ranks that train."""
@@ -166,6 +164,7 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
             with marked_timer("switch_to_trainer", self.timing_raw, color="cyan"):
                 ranks = ray.get([engines[engine].lend_ranks.remote(STRIDE) for engine in lend])
             self._lent |= dict(zip(lend, ranks, strict=True))
+            self._pace.lend(time.monotonic())
             self._switched_at = min(self._switched_at, complete / self.config.data.train_batch_size)
         if back:
             self._take_back(back)
@@ -177,21 +176,19 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
         engines, is_new = self._list_engines(), complete != self._asked_at
         self._asked_at = complete
         waiting = [engine for engine in range(len(engines)) if engine not in self._lent and is_new]
-        if self._moment:
-            due = waiting and self._moment.is_due(complete, self._project_peak())
-            return dict.fromkeys(waiting, Move.LEND) if due else {}
         asked = waiting + [engine for engine, ranks in self._lent.items() if ranks]
-        if not (measured := self._pace.describe()) or not asked:
-            return {}  # the first step is measured
-        training = self._describe_training(complete, there, len(engines), **measured)
+        if not asked:
+            return {}
+        training = self._describe_training(complete, there, len(engines))
         said = ray.get([engines[engine].decide_lending.remote(training) for engine in asked])
         return dict(zip(asked, said, strict=True))
 
-    def _describe_training(
-        self, complete: int, there: set[str], engines: int, *, seconds_per_token: float, slowdown: float = STRIDE
-    ) -> Training:
+    def _describe_training(self, complete: int, there: set[str], engines: int) -> Training:
         """An engine's part: it lends for as much of the batch as the others."""
         n, buffer = self.config.actor_rollout_ref.rollout.n, self.replay_buffer
+        measured = self._pace.describe(time.monotonic())
+        measured["seconds_per_token"] *= engines
+        measured["trained"] = measured.get("trained", 0) // engines
 
         def count_tokens(groups: set[str]) -> int:
             tags = (tag for key, tag in buffer.partitions["train"].items() if key.partition("_")[0] in groups)
@@ -201,7 +198,7 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
         return Training(
             samples=self.config.data.train_batch_size * n // engines, complete=complete * n // engines,
             ready=count_tokens(there) // engines, pending=count_tokens(buffer.running_keys["train"]) // engines,
-            seconds_per_token=seconds_per_token * engines, slowdown=slowdown, spare=spare // engines,
+            spare=spare // engines, **measured,
         )  # fmt: skip
 
     def _step_once(self, metrics: dict[str, Any], timing_raw: dict[str, float], groups: int) -> KVBatchMeta:
@@ -218,6 +215,8 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
             actors = self._list_engines()
             ray.get([actors[engine].lend_ranks.remote(1) for engine in engines])
         self._lent |= {engine: [] for engine in engines}
+        if not any(self._lent.values()):
+            self._pace.take_back()
 
     def _end_generation(self) -> None:
         self._take_back(range(len(self._list_engines())))

@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -25,7 +24,6 @@ from typing import Any
 import ray
 import transfer_queue as tq
 from omegaconf import DictConfig, open_dict
-from ray.actor import ActorHandle
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.replay_buffer import _accumulate_eviction_metrics
@@ -48,8 +46,9 @@ from sglang_pat.integrations.verl.tail_batching import (
 )
 from sglang_pat.integrations.verl.trainers import PREFIX, AdaptiveSeparateAsync, AdaptiveTrainer
 from sglang_pat.messages import EndRound
-from sglang_pat.policies.lengths import WINDOW
-from sglang_pat.rollout.scale_down import ScaleDown, project_peak
+from sglang_pat.policies.course import look_ahead
+from sglang_pat.policies.lending import Move, Training, decide_by_room, make_load
+from sglang_pat.policies.lengths import LengthHistory
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +106,7 @@ class Stream(AdaptiveTrainer):
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
         self.replay_buffer.poll_interval = POLL_SECONDS
-        self._lengths: deque[int] = deque(maxlen=WINDOW)
+        self._history = LengthHistory()
         self._left = 0
         """Groups that the batch has beside those that were trained on and those of the chunk that is being trained."""
         self._lacked_at = 0.0
@@ -130,27 +129,6 @@ class Stream(AdaptiveTrainer):
 
     def _stop_all(self) -> None:
         ray.get([handle.stop_requests.remote() for handle in self._list_engines()])
-
-    def _expect_scale_down(self, engines: Sequence[ActorHandle], share: float = 1.0) -> ScaleDown:
-        """The moment at which GPUs may leave the round.
-
-        Args:
-            engines: those that go on, with this ``share`` of their ranks.
-        """
-        reports = ray.get([handle.load.remote() for handle in engines])
-        room = share * sum(report.kv_free + report.tokens for report in reports)
-        return ScaleDown(groups=self.config.data.train_batch_size, room=room)
-
-    def _project_peak(self) -> float:
-        """KV tokens of the rest of the round, as the buffer saw it last."""
-        rollout, groups = self.config.actor_rollout_ref.rollout, self.config.data.train_batch_size
-        tags = self.replay_buffer.partitions["train"].values()  # also some of a checkpoint from which the job went on
-        ended = [tag for tag in tags if "response_len" in tag and tag["global_steps"] == self.global_steps]
-        prompt = sum(tag["prompt_len"] for tag in ended) / max(len(ended), 1)
-        responses = groups * rollout.n
-        if isinstance(self.replay_buffer, ChunkedTailBatchingBuffer):
-            responses = len(ended) + self.replay_buffer.count_running()
-        return project_peak(self._lengths, len(ended), responses, prompt, rollout.response_length)
 
     def _look_for_groups(self, metrics: dict[str, Any]) -> set[str]:
         """Those that are complete now and were not trained on; waits for none.  ``metrics`` get verl's figures of those
@@ -184,7 +162,10 @@ class Stream(AdaptiveTrainer):
             hidden += self._lacked_at - began
             exposed += ended - self._lacked_at
             chunks.append(chunk)
-            self._lengths += (tag["response_len"] for tag in chunk.tags if not tag.get("is_padding"))
+            for tag in chunk.tags:
+                if not tag.get("is_padding"):
+                    length = tag["response_len"]
+                    self._history.observe(length, 0, length < self.config.actor_rollout_ref.rollout.response_length)
             found.aggregation_rules["sum"] += [name for name in of_chunk if name.startswith("rollout/tokens/")]
             found.add_step_metrics(of_chunk, sample_count=len(chunk))
         if not chunks:
@@ -298,8 +279,8 @@ class _OneVersion(PPOTrainerSeparateAsync):
 @register_trainer(MODE)
 class AdaptiveStream(Stream, AdaptiveSeparateAsync, _OneVersion):
     """With ``trainer.v1.separate_async.hybrid_rollout.enable_switch`` the trainer's GPUs generate, too, until they are
-    to train (:mod:`sglang_pat.rollout.scale_down`).  They change sides as whole replicas, and their requests go on
-    elsewhere, from their tokens.
+    to train (:func:`sglang_pat.policies.lending.decide_by_room`).  They change sides as whole replicas, and their
+    requests go on elsewhere, from their tokens.
     """
 
     _tail_batching_at = f"trainer.v1.{MODE}"
@@ -337,14 +318,37 @@ class AdaptiveStream(Stream, AdaptiveSeparateAsync, _OneVersion):
             return {}
         found, last = {}, time.time()
         with marked_timer("switch_wait", self.timing_raw, color="yellow"):
-            moment = self._expect_scale_down(self.standalone_server_manager.server_handles)
-            while not moment.is_due(groups := len(self._look_for_groups(found)), self._project_peak()):
+            batch, asked = self.config.data.train_batch_size, 0
+            while (groups := len(there := self._look_for_groups(found))) < batch:
                 if self._is_generated():
                     break
+                if groups != asked and self._may_leave(there):
+                    break
+                asked = groups
                 last = self.replay_buffer._wait_for_next_poll("train", last)
         with marked_timer("switch_to_trainer", self.timing_raw, color="cyan"):
             self.switch_to_trainer()
-        return found | {SWITCHED_AT: min(groups / moment.groups, 1.0)}
+        return found | {SWITCHED_AT: min(groups / batch, 1.0)}
+
+    def _may_leave(self, there: set[str]) -> bool:
+        """Whether the trainer's GPUs may leave the round now, with these groups complete."""
+        rollout, batch = self.config.actor_rollout_ref.rollout, self.config.data.train_batch_size
+        staying, others = ([handle.load.remote() for handle in manager.server_handles]
+                           for manager in (self.standalone_server_manager, self.llm_server_manager))  # fmt: skip
+        staying, others = ray.get(staying), ray.get(others)
+        running, waiting, tokens = (
+            sum(getattr(report, name) for report in staying + others) for name in ("running", "waiting", "tokens")
+        )
+        tags = [tag for key, tag in self.replay_buffer.partitions["train"].items() if key.partition("_")[0] in there]
+        prompt = sum(tag["prompt_len"] for tag in tags) // max(len(tags), 1)
+        load = make_load(running, waiting, tokens, prompt, rollout.response_length)
+        outlook = look_ahead(load, self._history) if len(load) else None
+        training = Training(
+            samples=batch * rollout.n, complete=len(there) * rollout.n, seconds_per_token=0.0,
+            ready=sum(tag["prompt_len"] + tag["response_len"] for tag in tags),
+        )  # fmt: skip
+        room = sum(report.kv_free + report.tokens for report in staying)
+        return outlook is None or decide_by_room(training, outlook, room).move is Move.LEND
 
 
 def count_least(wanted: int) -> int:
