@@ -136,7 +136,7 @@ class LentAtMilestone(AdaptiveStreamLent):
         return dict.fromkeys(waiting, Move.LEND) if due else {}
 
 
-for _owner in (ReplayBuffer, TailBatchingBuffer):
+for _owner in (ReplayBuffer, TailBatchingBuffer):  # those that stream wait in _wait_for_groups
     _owner.sample = _note_waits(_owner.sample)
 for _owner in (AdaptiveStream, FetchWhole, AdaptiveStreamLent):
     _owner._wait_for_groups = _note_waits(_owner._wait_for_groups)

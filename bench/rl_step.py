@@ -7,20 +7,20 @@ once, with a long tail and some that never end.  Jobs take turns.  The first ste
 new.  With five that do, tail batching makes four short rounds and a long one.  Needs the environment of ``make
 test-integration``.  ``python -m studies.rl_step`` simulates the paper's settings.
 
-Rows are cumulative up to ``adaptive TP``:
+Rows are cumulative.  Trainer and engine share their ranks:
 
 - ``plain``: verl's sync trainer, its own reward manager, one layout; a program has one limit;
 - ``tail batching``: ``strict``, η = 1.25 for prompts;
 - ``rewards``: our reward manager, whose limits are learnt;
-- ``adaptive TP``: the layout changes in the round, and a round starts where it is best (``survival``).
+- ``adaptive TP``: the layout changes in the round, and a round starts where it is best (``survival``);
+- ``stream``: trains on complete groups while rewards are computed, and on a lent rank while others are generated.
 
-Tail batching is of the sync trainer, where trainer and engine share their ranks.  Streaming is of others.  So the rows
-that stream, and what they are compared with, have all but tail batching.  Where each has ranks of its own:
+Other rows.  With all of it, where trainer and engine have ranks of their own:
 
 - ``apart``: trains when the batch is there;
-- ``stream``: trains on groups while others are generated.
+- ``apart, streamed``: trains on groups while others are generated.
 
-Where they share them, as ``plain`` does:
+Without tail batching, where they share them:
 
 - ``together``: trains when the batch is there;
 - ``lent at a milestone``: a rank is lent by the paper's rule;
@@ -63,17 +63,16 @@ STAGES = {
 }  # fmt: skip
 """Columns, and what verl calls them: means of a step."""
 FIXED = "{base_tp:1,policy:off}"
+WORKERS = "reward.num_workers=8"
+"""verl's default; the example for a CPU has one."""
 ETA = 1.25
-LENT = ("together", "lent at a milestone", "lent")
+OTHERS = ("apart", "apart, streamed", "together", "lent at a milestone", "lent")
 """Rows that are not drawn."""
 
 
 def list_ways(profile: Path) -> dict[str, tuple[str, ...]]:
     """What each way adds to a job's arguments."""
-    tail = (
-        "trainer.v1.trainer_mode=sglang_pat_sync", "+trainer.v1.sglang_pat_sync.tail_batching=strict",
-        f"+trainer.v1.sglang_pat_sync.eta_prompts={ETA}",
-    )  # fmt: skip
+    tail = ("trainer.v1.trainer_mode=sglang_pat_sync", *_batch_tail("sglang_pat_sync"))
     fixed = ("--settings", FIXED)
     adaptive = ("--settings", f"{{base_tp:1,policy:survival,profile:{profile.resolve()}}}")
     one_limit = (
@@ -83,19 +82,25 @@ def list_ways(profile: Path) -> dict[str, tuple[str, ...]]:
         "reward.custom_reward_function.path=null", "reward.reward_manager.name=sglang_pat",
         f"+reward.sglang_pat={{processes:6,time_limits:{{minimum:{MINIMUM},maximum:{MAXIMUM}}}}}",
     )  # fmt: skip
-    apart = (*limits, *APART, "ray_kwargs.ray_init.num_gpus=4")
+    apart = (*adaptive, *_batch_tail("sglang_pat_stream"), *limits, *APART, "ray_kwargs.ray_init.num_gpus=4")
     lent = (*adaptive, *limits, "actor_rollout_ref.actor.fsdp_config.fsdp_size=1")
     return {
         "plain": (*fixed, "trainer.v1.trainer_mode=sglang_pat_sync", *one_limit),
         "tail batching": (*fixed, *tail, *one_limit),
         "rewards": (*fixed, *tail, *limits),
         "adaptive TP": (*adaptive, *tail, *limits),
-        "apart": (*adaptive, "trainer.v1.trainer_mode=fetch_whole", *apart),
-        "stream": (*adaptive, "trainer.v1.trainer_mode=sglang_pat_stream", *apart),
+        "stream": (*lent, "trainer.v1.trainer_mode=sglang_pat_stream_lent", *_batch_tail("sglang_pat_stream_lent")),
+        "apart": (*apart, "trainer.v1.trainer_mode=fetch_whole"),
+        "apart, streamed": (*apart, "trainer.v1.trainer_mode=sglang_pat_stream"),
         "together": (*lent, "trainer.v1.trainer_mode=lent_never"),
         "lent at a milestone": (*lent, "trainer.v1.trainer_mode=lent_at_milestone"),
         "lent": (*lent, "trainer.v1.trainer_mode=sglang_pat_stream_lent"),
     }
+
+
+def _batch_tail(mode: str) -> tuple[str, ...]:
+    where = f"+trainer.v1.{mode}"
+    return f"{where}.tail_batching=strict", f"{where}.eta_prompts={ETA}"
 
 
 def write_prompts(file: Path, count: int) -> None:
@@ -143,18 +148,10 @@ def draw(rows: Sequence[Mapping[str, str]], source: str, path: Path) -> Path:
     numbers = {
         row["with"]: {head: float(cell.partition(" ")[0]) for head, cell in row.items() if head != "with"}
         for row in rows
-        if row["with"] not in LENT
+        if row["with"] not in OTHERS
     }
-    sync, (apart, stream) = list(numbers)[:-2], list(numbers)[-2:]
-    numbers[stream]["times as fast"] = numbers[stream]["as the row above"]
-    panels = {
-        "shared ranks": {f"+ {way}" if place else way: numbers[way] for place, way in enumerate(sync)},
-        "ranks of their own": {apart: numbers[apart], stream: numbers[stream]},
-    }
-    whole, streamed = numbers[sync[-1]]["times as fast"], numbers[stream]["times as fast"]
-    title = (
-        f"Real, two CPU cores: {whole:.2f} times as fast up to adaptive TP; streaming gains {streamed:.2f} elsewhere"
-    )
+    panels = {"shared ranks": {f"+ {way}" if place else way: numbers[way] for place, way in enumerate(numbers)}}
+    title = f"Real, two CPU cores: {list(numbers.values())[-1]['times as fast']:.2f} times as fast with all of it"
     return step_picture.draw_panels(panels, title, f"Real jobs of verl with a small model. {source}", path)
 
 
@@ -169,16 +166,16 @@ def show(found: dict[str, list[Steps]]) -> None:
 
 def main() -> int:
     parser = _bench.options(__doc__ or "", "a job of each way, one small step that counts")
-    _verl_jobs.add_options(parser, repeats=2, steps=6, batch=16, samples=4, response=1024)
+    _verl_jobs.add_options(parser, repeats=3, steps=6, batch=16, samples=4, response=1024)
     every = list(list_ways(Path()))
     parser.add_argument(
         "--ways", nargs="+", choices=every, default=every, metavar="W",
-        help=f"these only; the first is what others are compared with: {', '.join(every)}",
+        help=f"these only; the first is what others are compared with: {'; '.join(every)}",
     )  # fmt: skip
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the stages here")
     args = parser.parse_args()
-    if args.png and not set(every) - set(LENT) <= set(args.ways):
-        parser.error(f"--png draws all ways but {', '.join(LENT)}: leave --ways out, or give them all")
+    if args.png and not set(every) - set(OTHERS) <= set(args.ways):
+        parser.error(f"--png draws all ways but {'; '.join(OTHERS)}: leave --ways out, or give them all")
     _verl_jobs.need_verl()
     if args.quick:
         args.repeats, args.steps, args.batch, args.response = 1, 2, 8, 256
@@ -193,22 +190,24 @@ def main() -> int:
     ways = {way: arguments[way] for way in args.ways}
     found: dict[str, list[Steps]] = {way: [] for way in ways}
     loads: dict[str, list[float]] = {way: [] for way in ways}
+    first = dict.fromkeys(ways, next(iter(ways)))
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.parquet"
         write_prompts(prompts, round(ETA * args.batch * args.steps))
         for turn in range(args.repeats):
             for way, more in ways.items():
-                steps = _verl_jobs.run(args, MODEL, "_step_job.TimedLengths", f"data.train_files={prompts}", *more)
+                steps = _verl_jobs.run(
+                    args, MODEL, "_step_job.TimedLengths", f"data.train_files={prompts}", WORKERS, *more
+                )
                 found[way].append(steps)
                 loads[way].append(os.getloadavg()[0])
                 said = f"{mean(step['timing_s/step'] for step in steps):.1f} s a step, load {loads[way][-1]:.1f}"
                 print(f"turn {turn + 1}/{args.repeats}, {way}: {said}", flush=True)
+            # After each turn, so that one who has to stop it has the turns before.
+            _bench.write(args.json, about=about, loads=loads, steps=found, faster=compare(found, first))
     show(found)
     if args.png:
         draw([dict(zip(HEADS, line, strict=True)) for line in list_rows(found)], "", args.png)
-    _bench.write(
-        args.json, about=about, loads=loads, steps=found, faster=compare(found, dict.fromkeys(ways, next(iter(ways))))
-    )
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import threading
 from collections.abc import AsyncIterator
@@ -24,13 +25,14 @@ from verl.utils.reward_score import default_compute_score
 from verl_grpo import run_cpu
 
 from sglang_pat.integrations.verl import reward_ledger, rewards, trainers
-from sglang_pat.integrations.verl.fields import STOPS
+from sglang_pat.integrations.verl.fields import MISSING
+from sglang_pat.integrations.verl.missing_rewards import METRIC
 from sglang_pat.integrations.verl.reward_ledger import RewardLedger, TrainerLedger, make_metrics
 from sglang_pat.integrations.verl.reward_programs import ProgramScorer
 from sglang_pat.rewards import programs
 from sglang_pat.rewards.limits import CaseRun, LimitRules
 
-from . import verl_reward_jobs
+from . import verl_reward_jobs, verl_rewards
 from .jobs import ROOT, SWITCHING, Job
 from .test_verl import GREEDY
 
@@ -38,6 +40,12 @@ pytestmark = pytest.mark.integration
 
 RULES = LimitRules()
 SETTING = "reward.reward_manager.name=sglang_pat"
+STREAM = (
+    "trainer.v1.trainer_mode=sglang_pat_stream", "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo",
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=on_cpu.verl_gloo",
+    "ray_kwargs.ray_init.num_gpus=4",
+)  # fmt: skip
 
 
 def make_config(*words: str):
@@ -119,7 +127,7 @@ async def test_scores_and_failures(ledger):
     more = await manager.run_single(make_sample("more"))
     assert more == {"reward_score": 0.5, "reward_extra_info": {"score": 0.5, "acc": True, "note": 2}}
     failed = await manager.run_single(make_sample("raise"))
-    assert failed["reward_extra_info"] == {"score": -1, "acc": -1, "note": -1}, "names as of the others"
+    assert failed["reward_extra_info"] == {"score": -1, "acc": -1, "note": -1, MISSING: True}, "names as of the others"
     metrics = make_metrics(await ledger.actor.take_figures())
     assert {name: metrics[f"reward/{name}"] for name in ("responses", "failed/late", "failed/raised")} == {
         "responses": 6, "failed/late": 1, "failed/raised": 2
@@ -129,40 +137,29 @@ async def test_scores_and_failures(ledger):
     assert make_metrics(await ledger.actor.take_figures())["reward/responses"] == 0
 
 
-async def test_nothing_runs_for_a_response_that_was_stopped(ledger):
-    manager = ledger.make_manager(behave, "algorithm.filter_groups={enable: true, metric: acc}")
-    for fields in ({STOPS: ["abort"]}, {STOPS: ["stop", "abort", "length"]}):
-        found = await manager.run_single(make_sample("hang", **fields))
-        assert found == {"reward_score": 0.0, "reward_extra_info": {"acc": 0.0}}, "verl's filter wants it of all"
-    assert (await manager.run_single(make_sample("0.5", **{STOPS: ["stop", "length"]})))["reward_score"] == 0.5
-    assert make_metrics(await ledger.actor.take_figures())["reward/stopped"] == 2
-
-
 async def test_what_runs_for_a_prompt_that_is_dropped_is_ended(ledger):
     manager = ledger.make_manager(behave, "+reward.sglang_pat={processes: 1, limit: 600}")
     dropped = [asyncio.create_task(manager.run_single(make_sample("hang", "left", session))) for session in range(2)]
     kept = asyncio.create_task(manager.run_single(make_sample("0.5", "kept")))
     await asyncio.sleep(0)
     await ledger.actor.drop([(1, "left")])
-    assert [(await one)["reward_score"] for one in dropped] == [0.0, 0.0]
+    assert [await one for one in dropped] == 2 * [{"reward_score": 0.0, "reward_extra_info": {MISSING: True}}]
     assert (await kept)["reward_score"] == 0.5, "a process is free again"
     assert (await manager.run_single(make_sample("hang", "left", 2)))["reward_score"] == 0.0, "one that ends later"
     assert (await manager.run_single(make_sample("0.5", "left", step=2)))["reward_score"] == 0.5, "in a later step"
 
 
-async def test_the_trainer_hears_of_an_end_before_its_reward(ledger):
-    manager = ledger.make_manager(behave, "+reward.sglang_pat={limit: 600, processes: 2}")
-    await manager.run_single(make_sample("0.5", "two", 1))  # nobody asks
-    assert await ledger.actor.take_ends(2) == {}
-    running = asyncio.create_task(manager.run_single(make_sample("hang", "one", 3, step=2)))
-    await manager.run_single(make_sample("0.25", "two", 1, step=2))
-    await manager.run_single(make_sample("0.25", "two", 0, step=1))
-    await manager.run_single(make_sample("hang", "stopped", step=2, **{STOPS: ["abort"]}))
-    assert await ledger.actor.take_ends(2) == {"one": {3: 4}, "two": {1: 4}} and not running.done()
-    assert await ledger.actor.take_ends(2) == {}
-    await manager.run_single(make_sample("0.25", "late", step=2))
-    assert await ledger.actor.take_ends(3) == {}, "a prompt that was passed over is started again with its uid"
-    running.cancel()
+async def test_ends_are_kept_for_the_step_that_asks():
+    """Who tells of them: test_verl_missing_rewards.py."""
+    ledger = RewardLedger(RULES)
+    await ledger.note_end((2, "two"), 1, 3)  # nobody asks
+    assert await ledger.take_ends(2) == {}
+    await ledger.note_end((2, "two"), 1, 4)
+    await ledger.note_end((1, "two"), 0, 4)
+    assert await ledger.take_ends(2) == {"two": {1: 4}}
+    assert await ledger.take_ends(2) == {}
+    await ledger.note_end((2, "late"), 0, 4)
+    assert await ledger.take_ends(3) == {}, "a prompt that was passed over is started again with its uid"
 
 
 async def test_a_judge_gets_its_address_and_tokenizer(ledger):
@@ -405,6 +402,59 @@ def test_a_step_waits_only_for_rewards_that_it_keeps(rewarded):
             begun, ends = [], []
     assert not begun and sum(job.series("reward/stopped")) == 8
     assert max(job.series("training/tail_batching/reward_seconds")) <= verl_reward_jobs.SECONDS + 1.0
+
+
+@pytest.mark.long
+def test_under_verls_own_manager_a_step_is_decided_when_responses_end(rewarded):
+    """It waits for rewards then, which take 5 s, and no stopped response is scored."""
+    job, noted = rewarded(
+        "sleep", "noted", "--batch", "8", "--samples", "1", "--response", "512", "--steps", "6",
+        "data.gen_batch_size=1", "trainer.total_training_steps=2", "reward.reward_manager.name=naive",
+        "+trainer.v1.sglang_pat_sync.tail_batching=strict", "+trainer.v1.sglang_pat_sync.eta_prompts=1.5",
+    )  # fmt: skip
+    assert min(job.series("training/tail_batching/reward_seconds")) >= verl_reward_jobs.SECONDS / 2
+    # 12 are started in each step, and some more than 8 may end before the others are stopped.
+    assert 16 <= sum(line["what"] == "begun" for line in noted) < 24
+    assert not any(name.startswith("reward/") for name in job.steps[0]), "it has no limits to tell of"
+
+
+def read_trained(job: Job) -> list[dict[str, list[dict[str, Any]]]]:
+    """What each step was trained on: lines of its dump, by group."""
+    steps = []
+    for path in sorted((job.out / "batches").glob("*.jsonl")):
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for line in map(json.loads, path.read_text().splitlines()):
+            if not (uid := line["uid"].partition("_")[0]).startswith("pad"):
+                groups.setdefault(uid, []).append(line)
+        steps.append(groups)
+    return steps
+
+
+FILTERED = (
+    "trainer.v1.trainer_mode=sglang_pat_sync", "+trainer.v1.sglang_pat_sync.tail_batching=strict",
+    "+trainer.v1.sglang_pat_sync.eta_prompts=1.25", "algorithm.filter_groups.enable=true", "data.gen_batch_size=1",
+)  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", [FILTERED, STREAM], ids=["a filter", "streamed, without a filter"])
+def test_nothing_is_trained_on_without_a_reward(verl_job, words):
+    """One of five rewards fails.  With the filter no group of a batch differs by that only."""
+    job = verl_job(
+        *SWITCHING, SETTING, f"reward.custom_reward_function.path={verl_rewards.__file__}", "--steps", "12",
+        "reward.custom_reward_function.name=half_of_most", "trainer.total_training_steps=3",
+        "trainer.rollout_data_dir={out}/batches", "+reward.sglang_pat={{processes:4}}", *words,
+    )  # fmt: skip
+    assert len(job.steps) == 3 and sum(job.series("reward/failed/raised")) > 0
+    for step, groups in zip(job.steps, read_trained(job), strict=True):
+        trained = [line for lines in groups.values() for line in lines]
+        assert not any(verl_rewards.fails(line["output"]) for line in trained)
+        assert step[METRIC] == 16 - len(trained) and min(map(len, groups.values())) >= 2
+        assert math.isfinite(step["actor/grad_norm"]) and step["actor/grad_norm"] > 0
+        if words is FILTERED:
+            assert len(groups) == 4
+            assert all(len({line["score"] for line in lines}) > 1 for lines in groups.values())
+    assert sum(job.series(METRIC)) > 0
 
 
 @pytest.mark.long

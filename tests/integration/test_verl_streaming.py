@@ -17,8 +17,10 @@ from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils
 
 from sglang_pat.integrations.verl import lending, streaming
-from sglang_pat.integrations.verl.fields import STEPS
-from sglang_pat.integrations.verl.streaming import AdaptiveStream, check_weights
+from sglang_pat.integrations.verl.fields import STEPS, STOPPED, STOPS, was_stopped
+from sglang_pat.integrations.verl.gradient_sums import Sums
+from sglang_pat.integrations.verl.streaming import AdaptiveStream, check_samples
+from sglang_pat.integrations.verl.tail_batching import NoResponseError
 from sglang_pat.policies.lending import STRIDE, Move, Training
 from sglang_pat.policies.lengths import LengthHistory
 
@@ -74,20 +76,26 @@ CASES = {
 """What is set for the streamed job only, and for both."""
 
 
+def run_gated(verl_job, tmp_path, case: str, agent: str, *more: str) -> tuple[jobs.Job, tuple[str, ...]]:
+    """A streamed job, and what a job of verl's own has in common with it."""
+    mode, settings = CASES[case]
+    agents, name = tmp_path / "agents.yaml", f"trainer.experiment_name={tmp_path.name}"
+    agents.write_text(f"- name: gated\n  _target_: {verl_stream_jobs.__name__}.{agent}\n")
+    common = (*COMMON, HF_ONLY, *settings, name)
+    streamed = verl_job(
+        *SWITCHING, *common, *mode, *more,
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=gated",
+    )  # fmt: skip
+    return streamed, common
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_three_steps_are_those_of_verls_own_update(verl_job, own_modules, flat, tmp_path, case):
     """Most prompts of a step begin when gradients of its first chunk are there: a trainer that waits for the batch
     would wait for ever.  verl's own trainer then gets the samples, all at once."""
-    mode, settings = CASES[case]
-    agents, name = tmp_path / "agents.yaml", f"trainer.experiment_name={tmp_path.name}"
-    agents.write_text(f"- name: gated\n  _target_: {verl_stream_jobs.__name__}.GatedAgent\n")
-    common = (*COMMON, HF_ONLY, *settings, name)
-    streamed = verl_job(
-        *SWITCHING, *common, *mode,
-        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
-        "actor_rollout_ref.rollout.agent.default_agent_loop=gated",
-    )  # fmt: skip
+    streamed, common = run_gated(verl_job, tmp_path, case, "GatedAgent")
     assert len(streamed.steps) == 3
     for step in streamed.steps:
         assert step["training/stream/chunks"] >= 2 and step["training/stream/hidden_seconds"] > 0
@@ -97,11 +105,85 @@ def test_three_steps_are_those_of_verls_own_update(verl_job, own_modules, flat, 
             assert 0.2 <= step["training/stream/switched_at"] <= FIRST / BATCH
     if case == "lent":  # one switch to lend, one to take back, and others of the policy's
         assert min(streamed.series("rollout/switches")) >= 2
+    compare_with_verl(verl_job, flat, streamed, common)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_tail_batching_chooses_the_prompts_that_are_streamed(verl_job, own_modules, flat, tmp_path, case):
+    """Of 12 prompts that a step starts four go on until they are stopped.  After two steps there are eight of them, for
+    a step of their own.  In each step most prompts wait for its first chunk."""
+    mode = "sglang_pat_stream_lent" if case == "lent" else "sglang_pat_stream"
+    where = f"+trainer.v1.{mode}"
+    streamed, common = run_gated(
+        verl_job, tmp_path, case, "TailAgent", "data.gen_batch_size=1", f"{where}.tail_batching=strict",
+        f"{where}.eta_prompts=1.5",
+    )  # fmt: skip
+    name = "training/tail_batching/"
+    assert streamed.series(f"{name}long_round") == [0, 0, 1]
+    assert streamed.series(f"{name}stopped_prompts") == [4, 4, 0]
+    assert streamed.series(f"{name}waiting_prompts") == [4, 8, 0]
+    trained = []
+    for number, step in enumerate(streamed.steps, 1):
+        assert step["training/stream/chunks"] >= 2 and step["training/stream/hidden_seconds"] > 0
+        if case != "separate":
+            assert 0.2 <= step["training/stream/switched_at"] <= FIRST / BATCH
+        _, _, samples = torch.load(verl_stream_jobs.get_path(number), weights_only=False)
+        assert not any(map(was_stopped, samples["extra_fields"])) and len(samples) == 4 * BATCH
+        trained += sorted(samples["index"])[::4]
+    long = [index for index in range(24) if verl_stream_jobs.takes_long(index)]
+    assert trained == [index for index in range(24) if index not in long] + long
+    compare_with_verl(verl_job, flat, streamed, common)
+
+
+@pytest.mark.long
+def test_all_of_it_goes_on_from_a_checkpoint(verl_job, own_modules, flat, tmp_path):
+    """Tail batching, useless groups, a reference policy and lent ranks, whose first chunk of each step ends early: two
+    steps and, from their checkpoint, a third."""
+    reference = (
+        f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=1", f"{REF}.log_prob_micro_batch_size_per_gpu=4",
+        f"{REF}.fsdp_config.model_dtype=fp32", f"{REF}.fsdp_config.fsdp_size=1",
+        f"+{REF}.fsdp_config.mixed_precision={{{{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}}}}",
+        f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra,hf_model]", f"{ROLLOUT}.calculate_log_probs=false",
+        f"trainer.experiment_name={tmp_path.name}",
+    )  # fmt: skip
+    agents, where = tmp_path / "agents.yaml", f"+trainer.v1.{lending.MODE}"
+    agents.write_text(f"- name: gated\n  _target_: {verl_stream_jobs.__name__}.RareTailAgent\n")
+    common = (
+        *SWITCHING, "--steps", "12", *COMMON, *reference, "trainer.v1.trainer_mode=interrupted_lent",
+        f"{ACTOR}.fsdp_config.fsdp_size=1", f"{where}.tail_batching=strict", f"{where}.eta_prompts=1.5",
+        "algorithm.filter_groups.enable=true", f"reward.custom_reward_function.path={verl_rewards.__file__}",
+        "reward.custom_reward_function.name=half", f"{ROLLOUT}.agent.agent_loop_config_path={agents}",
+        f"{ROLLOUT}.agent.default_agent_loop=gated", f"{ROLLOUT}.engine_kwargs.sglang.max_total_tokens=40960",
+    )  # fmt: skip
+    begun = verl_job(*common, "trainer.total_training_steps=2", "trainer.save_freq=2")
+    gone_on = verl_job(
+        *common, "trainer.total_training_steps=3", "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={begun.out}/global_step_2",
+    )  # fmt: skip
+    steps, trained = [*begun.steps, *gone_on.steps], list[int]()
+    for number, step in enumerate(steps, 1):
+        assert step["test/left"] > 0 and 0.2 <= step["training/stream/switched_at"] <= FIRST / BATCH
+        assert step["training/tail_batching/stopped_prompts"] >= 1
+        _, _, samples = torch.load(verl_stream_jobs.get_path(number), weights_only=False)
+        assert len(samples) == 4 * BATCH and not any(map(was_stopped, samples["extra_fields"]))
+        trained += sorted(samples["index"])[::4]
+    assert len({*trained}) == 3 * BATCH, "none twice, also not after the restart"
+    assert all(map(verl_stream_jobs.is_useful, trained)) and not any(map(verl_stream_jobs.takes_very_long, trained))
+    own = verl_job(*SWITCHING, *COMMON, *reference, "trainer.v1.trainer_mode=replayed_sync")
+    for name in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm"):
+        assert [step[name] for step in steps] == pytest.approx(own.series(name), rel=1e-4, abs=1e-6), name
+    assert steps[0]["actor/kl_loss"] < 1e-6 < steps[2]["actor/kl_loss"]
+    compare_weights(flat, gone_on, own)
+
+
+def compare_with_verl(verl_job, first: Path, streamed: jobs.Job, common: tuple[str, ...]) -> None:
+    """verl's own trainer gets the samples, all of a step at once."""
     own = verl_job(*SWITCHING, *common, "trainer.v1.trainer_mode=replayed_sync")
     # Advantages are about 1 and add up to 0, so that a loss is what rounding leaves of them.
     for name, rounding in {"actor/pg_loss": 1e-5, "actor/grad_norm": 1e-6, "critic/score/mean": 1e-6}.items():
         assert streamed.series(name) == pytest.approx(own.series(name), rel=1e-4, abs=rounding), name
-    compare_weights(flat, streamed, own)
+    compare_weights(first, streamed, own)
 
 
 @pytest.mark.long
@@ -196,7 +278,10 @@ def test_a_step_has_its_own_prompts_only():
             "trainer.v1.sampler.custom_sampler={path: mine.py, name: Mine}",
             f"trainer.v1.sampler.custom_sampler.path is 'mine.py', must be left out with {streaming.WHERE}: ",
         ),
-        ("+trainer.v1.sglang_pat_stream={chunk: 2}", "trainer.v1.sglang_pat_stream has no option 'chunk', must be "),
+        (
+            "+trainer.v1.sglang_pat_stream={chunk: 2}",
+            "trainer.v1.sglang_pat_stream has no option 'chunk'; choose from ",
+        ),
         ("actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.ppo_epochs is 2, must be 1 with trainer.v1."),
     ],
 )
@@ -223,18 +308,35 @@ def test_each_token_is_of_the_weights_of_its_step(monkeypatch, runs, line):
     monkeypatch.setattr(streaming.tq, "kv_batch_get", lambda **_: {"response_mask": mask, "extra_fields": fields})
     batch = KVBatchMeta(partition_id="train", keys=["uid_0_0"], tags=[{}])
     if line is None:
-        return check_weights(batch, 4)
+        return check_samples(batch, 4)
     with pytest.raises(RuntimeError) as refused:
-        check_weights(batch, 4)
+        check_samples(batch, 4)
     assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
 
 
-class World(AdaptiveStream):
-    """A step whose groups are complete as ``there`` says: how many are, each time that the trainer looks."""
+def test_a_response_that_was_stopped_is_never_trained_on(monkeypatch):
+    mask = torch.nested.as_nested_tensor([torch.tensor([1, 1])], layout=torch.jagged)
+    for reason in ("abort", STOPPED):
+        fields = SimpleNamespace(tolist=lambda reason=reason: [{STEPS: ((0, 4),), STOPS: ["stop", reason]}])
+        data = {"response_mask": mask, "extra_fields": fields}
+        monkeypatch.setattr(streaming.tq, "kv_batch_get", lambda data=data, **_: data)
+        with pytest.raises(RuntimeError, match=r"^response uid_0_0 was stopped before its end, must be whole: "):
+            check_samples(KVBatchMeta(partition_id="train", keys=["uid_0_0"], tags=[{}]), 4)
 
-    def __init__(self, batch: int, there: list[int]) -> None:
-        self.config: Any = SimpleNamespace(data=SimpleNamespace(train_batch_size=batch))
-        self.global_steps, self._lengths = 5, []
+
+class World(AdaptiveStream):
+    """A step whose groups are complete as ``there`` says: how many are, each time that the trainer looks.
+
+    Args:
+        fails: chunks of which no response is there, by number.
+    """
+
+    def __init__(self, batch: int, there: list[int], fails: tuple[int, ...] = ()) -> None:
+        self.fails = fails
+        rollout = SimpleNamespace(rollout=SimpleNamespace(response_length=9))
+        self.config: Any = SimpleNamespace(data=SimpleNamespace(train_batch_size=batch), actor_rollout_ref=rollout)
+        self.global_steps, self.lengths = 5, list[int]()
+        self._history: Any = SimpleNamespace(observe=lambda length, *_: self.lengths.append(length))
         self.calls: list[str] = []
         update = tensordict_utils.get_tensordict({}, {"metrics": {"mfu": 1.0}})
         self.actor_rollout_wg: Any = SimpleNamespace(
@@ -254,6 +356,8 @@ class World(AdaptiveStream):
 
     def _step_once(self, metrics: dict[str, Any], timing_raw: dict[str, float], groups: int) -> KVBatchMeta:
         self.calls.append(f"chunk {groups}")
+        if len(self.calls) - 2 in self.fails:
+            raise NoResponseError("none")
         metrics["rollout/tokens/tp1"] = 10 * groups
         tags = [{"response_len": 3} for _ in range(2 * groups)] + [{"is_padding": True, "response_len": 1}]
         return KVBatchMeta(partition_id="train", keys=[f"{len(self.calls)}_{i}" for i in range(len(tags))], tags=tags)
@@ -265,8 +369,17 @@ def test_a_step_is_one_update_of_chunks_of_whatever_is_complete():
     batch = world.step(metrics, {})
     assert world.calls == ["prompts", "begin", "chunk 3", "chunk 1", "chunk 4", "finish 16"], "no more than the batch"
     assert len(batch.keys) == 16 + 3 and metrics["rollout/tokens/tp1"] == 80
-    assert metrics["training/stream/chunks"] == 3 and world._lengths == [3] * 16
+    assert metrics["training/stream/chunks"] == 3 and world.lengths == [3] * 16
     assert metrics["training/stream/hidden_seconds"] > 0 and metrics["training/stream/exposed_seconds"] > 0
+
+
+def test_a_step_lacks_the_groups_of_which_no_response_is_there():
+    metrics: dict[str, Any] = {}
+    world = World(8, [3, 1, 5, 9], fails=(2,))
+    world.step(metrics, {})
+    assert world.calls == ["prompts", "begin", "chunk 3", "chunk 5", "finish 6"]
+    with pytest.raises(NoResponseError, match="^no response to train on: all 8 prompts of the step have failed"):
+        World(8, [8], fails=(1,)).step(metrics, {})
 
 
 def test_training_that_the_batch_waits_for_is_not_hidden():
@@ -343,6 +456,7 @@ def make_lending_trainer(monkeypatch, calls, engines, looks, policy) -> lending.
         _wait_for_next_poll=lambda partition, last: last,
     )  # fmt: skip
     trainer.actor_rollout_wg = SimpleNamespace(world_size=4, empty_cache=lambda: calls.append("memory"))
+    trainer._bell = SimpleNamespace(set=SimpleNamespace(remote=lambda rung: calls.append(f"bell {rung}")))
     trainer.checkpoint_manager = SimpleNamespace(
         abort_replicas=lambda: calls.append("abort"), sleep_replicas=lambda: calls.append("sleep")
     )
@@ -364,6 +478,76 @@ def test_lent_ranks_train_until_the_batch_is_complete(monkeypatch, lent, chunks)
             assert trainer._list_training_ranks() == [1, 3] and not metrics
     assert list(trainer._list_training_ranks()) == [0, 1, 2, 3] and metrics == {streaming.SWITCHED_AT: 0.25}
     assert calls == ["prompts", 2, 2, "memory", 1, 1, "abort", "sleep"]
+
+
+def test_a_chunk_that_is_trained_does_not_hold_a_batch_that_is_complete(monkeypatch):
+    """Two of four ranks train a chunk of six samples.  Then all groups are there: they end, all ranks do the rest."""
+    calls: list[Any] = []
+    engines = [LendingEngine(calls, [1], {3: Move.LEND}) for _ in range(2)]
+    trainer: Any = make_lending_trainer(monkeypatch, calls, engines, iter([3, 5, 8, 8, 8]), "threshold")
+    trainer.prepare_step()
+    assert trainer._wait_for_groups(GROUPS) == (3, {})
+    trainer.trained, trainer._left = 3, 5
+    del calls[:]
+    batch = KVBatchMeta(
+        partition_id="train", keys=list("abcdefgh"), extra_info={"x": 1},
+        tags=[{"seq_len": length, "is_padding": length == 1} for length in (9, 1, 5, 4, 3, 8, 7, 1)],
+    )  # fmt: skip
+    shares, done = [], iter([[[], [0], [], [1, 2]], [[0], [0], [0], []]])
+
+    def add_gradients(given: list[KVBatchMeta | None]) -> list[Sums]:
+        shares.append([share.keys if share else [] for share in given])
+        return [Sums(rows=rows) for rows in next(done)]
+
+    trainer.actor_rollout_wg.add_gradients = add_gradients
+    waits = iter([0, 0, 4, 4])  # ranks that are done
+    monkeypatch.setattr(lending.ray, "wait", lambda futures, **_: (futures[: next(waits)], []))
+    assert trainer._update_actor(batch, {}) is batch
+    assert shares == [[[], ["a", "c", "d"], [], ["e", "f", "g"]], [["c"], ["d"], ["e"], []]]
+    assert calls == ["bell True", "memory", 1, 1, "abort", "sleep", "bell False"], "rung when all eight are there"
+    assert trainer._wait_for_groups(5) == (5, {streaming.SWITCHED_AT: 3 / 8}) and calls[-1] == "bell False"
+
+
+def test_ranks_that_train_are_taken_back_when_the_engine_says_so(monkeypatch):
+    """In the middle of a chunk; what is left of it waits for the end of the round."""
+    calls: list[Any] = []
+    engine = LendingEngine(calls, [1], {6: Move.LEND, 8: Move.TAKE_BACK})
+    trainer: Any = make_lending_trainer(monkeypatch, calls, [engine], iter([3, 4, 4, 6, 8, 8]), "survival")
+    trainer.prepare_step()
+    trainer._pace.add(4.0, 200, lent=False)
+    trainer.prepare_step()
+    assert trainer._wait_for_groups(GROUPS) == (3, {}) and trainer._list_training_ranks() == [1]
+    trainer.trained, trainer._left = 3, 5
+    del calls[:]
+    batch = KVBatchMeta(partition_id="train", keys=list("abc"), tags=[{"seq_len": n} for n in (3, 2, 1)])
+    shares, done = [], iter([[[], [0], [], []], [[0], [0], [], []]])
+
+    def add_gradients(given: list[KVBatchMeta | None]) -> list[Sums]:
+        shares.append([share.keys if share else [] for share in given])
+        return [Sums(rows=rows) for rows in next(done)]
+
+    trainer.actor_rollout_wg.add_gradients = add_gradients
+    waits = iter([0, 4, 4])
+    monkeypatch.setattr(lending.ray, "wait", lambda futures, **_: (futures[: next(waits)], []))
+    trainer._update_actor(batch, {})
+    assert shares == [[[], ["a", "b", "c"], [], []], [["b"], ["c"], [], []]]
+    assert calls == ["bell True", "memory", 1, "memory", 1, "abort", "sleep", "bell False"]
+    assert trainer._wait_for_groups(5) == (5, {streaming.SWITCHED_AT: 3 / 8})
+
+
+def test_all_ranks_train_when_nothing_is_generated_any_more(monkeypatch):
+    """Rewards of five groups are not there yet."""
+    calls: list[Any] = []
+    trainer: Any = make_lending_trainer(
+        monkeypatch, calls, [LendingEngine(calls, [1], {})], iter([1, 3, 8]), "survival"
+    )
+    monkeypatch.setattr(lending.AdaptiveStreamLent, "_is_generated", lambda self: self.trained > 0)
+    trainer.prepare_step()
+    trainer.trained = 1
+    assert trainer._wait_for_groups(7) == (2, {}) and trainer._list_training_ranks() == range(4)
+    trainer.trained = 3
+    assert trainer._wait_for_groups(5) == (5, {streaming.SWITCHED_AT: 1.0})
+    assert calls == ["prompts", "memory", 1, "abort", "sleep"]
 
 
 @pytest.mark.parametrize(
@@ -444,6 +628,7 @@ def test_with_a_profile_the_engine_says_when_ranks_are_lent_and_taken_back(monke
 
 LENT = (
     f"{ROLLOUT}.nnodes=0", f"{ROLLOUT}.calculate_log_probs=false", "actor_rollout_ref.actor.fsdp_config.fsdp_size=1",
+    "actor_rollout_ref.actor.use_kl_loss=true", f"{REF}.fsdp_config.fsdp_size=1",
 )  # fmt: skip
 
 
@@ -452,7 +637,8 @@ LENT = (
     [
         (f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.nnodes is 1, must be 0 with {lending.WHERE}: the engines have the"),
         (f"{ROLLOUT}.calculate_log_probs=true", f"{ROLLOUT}.calculate_log_probs is true, must be false with"),
-        ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.use_kl_loss is true, must be false with"),
+        (f"{REF}.fsdp_config.fsdp_size=-1", f"{REF}.fsdp_config.fsdp_size is -1, must be 1 with {lending.WHERE} and "),
+        (f"{REF}.strategy=fsdp", f"{REF}.strategy is fsdp, must be fsdp2 with {lending.WHERE} and use_kl_loss: a rep"),
         ("reward.reward_model.enable=true", "reward.reward_model.enable_resource_pool is false, must be true with"),
         (f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.tensor_model_parallel_size is 1, must be even with"),
         (

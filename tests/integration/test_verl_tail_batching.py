@@ -15,11 +15,12 @@ from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY
 from verl.utils import tensordict_utils
 
 from sglang_pat.integrations.verl import tail_batching
-from sglang_pat.integrations.verl.tail_batching import TailBatchingBuffer
+from sglang_pat.integrations.verl.tail_batching import ChunkedTailBatchingBuffer, NoResponseError, TailBatchingBuffer
 from sglang_pat.messages import BeginRound
 
 pytestmark = pytest.mark.integration
 
+WHERE = "trainer.v1.sglang_pat_sync"
 BATCH, RESPONSES, LIMIT = 8, 2, 4000
 STRICT = {"tail_batching": "strict", "eta_prompts": 1.5, "max_deferrals": 4}
 SAMPLER = {"max_off_policy_threshold": None, "max_off_policy_strategy": "drop", "sampler_kwargs": {}}
@@ -67,7 +68,7 @@ class World(TailBatchingBuffer):
         if useless is not None:
             named = {"filter_groups_metric": "reward", "refill_fn": print, **named}
         super().__init__(
-            tail_batching.read_rules(STRICT | options, BATCH, RESPONSES, filter_groups=bool(named)), LIMIT,
+            tail_batching.read_rules(STRICT | options, WHERE, BATCH, RESPONSES, filter_groups=bool(named)), LIMIT,
             self.submitted, self.stopped, self.announced.append, take_ends=self.take_ends, drop=self.drop,
             trainer_mode="sync", trainer_config={}, **SAMPLER, **named,
         )  # fmt: skip
@@ -414,3 +415,79 @@ def test_a_step_does_not_wait_for_rewards_to_know_which_prompts_it_takes(mode):
     texts, tokens = train(World(4, **MODES[mode]))
     assert train(Rewarding(4, lag=5, tells=True, **MODES[mode])) == (texts, tokens)
     assert train(Rewarding(4, lag=5, tells=False, **MODES[mode]))[1] > 1.02 * tokens
+
+
+class ChunkedWorld(World, ChunkedTailBatchingBuffer):
+    """A trainer that takes groups as they come; what it has stays in the queue until the step is over."""
+
+    def _sync_metadata_from_transfer_queue(self) -> None:
+        self.ended -= self._given
+        super()._sync_metadata_from_transfer_queue()
+
+    def _wait_for_next_poll(self, partition_id, last):
+        self.ended |= self._given  # of which nothing is noted
+        return super()._wait_for_next_poll(partition_id, last)
+
+    def _materialize_batch(self, partition_id, selected_prompt_uids, partition_snapshot):
+        keys = [key for key in partition_snapshot if key.split("_")[0] in selected_prompt_uids]
+        assert len(keys) in (0, RESPONSES * len(selected_prompt_uids)), "whole groups"
+        return SimpleNamespace(texts=[self.texts[uid] for uid in selected_prompt_uids], keys=keys)
+
+    def step(self, number: int) -> tuple[list[int], dict[str, float]]:
+        self.stops, texts, metrics = 0, [], {}
+        self.chunks = 0
+        self.begin(number, self.fetch)
+        while len(texts) < BATCH:
+            there, _ = self.wait_for_sampleable(number, "train", 1)
+            assert self.get_sampleable_count(number, "train") >= len(there) >= 1
+            try:
+                batch, found = self.sample(number, "train", len(there))
+            except NoResponseError:
+                batch, found = SimpleNamespace(texts=list(there), keys=[]), {}
+            texts += batch.texts if batch.keys else [None] * len(there)
+            metrics |= found
+            self.chunks += 1
+        assert not self._list_sampleable(), "not one more than the batch"
+        metrics |= self.end_step(number)
+        assert not self.under_way and not self._under_way and self.responses.keys() == set(self._taken)
+        self.responses.clear()
+        self.ended.clear()
+        return texts, {name.removeprefix("training/tail_batching/"): value for name, value in metrics.items()}
+
+
+class ChunkedFailing(Failing, ChunkedWorld):
+    pass
+
+
+@pytest.mark.parametrize("useless", [None, spread(0.6)], ids=["", "dapo"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_trainer_that_streams_gets_the_same_groups_as_they_are_taken(mode, useless):
+    whole, chunked = (kind(2, useless=useless, **MODES[mode]) for kind in (World, ChunkedWorld))
+    chunks = 0
+    for number in range(1, 31):
+        (texts, metrics), (ours, own) = whole.step(number), chunked.step(number)
+        assert ours == texts, "in the order in which they were taken"
+        for name in ("long_round", "stopped_prompts", "waiting_prompts", "redraws", "mean_returned"):
+            assert own[name] == metrics[name], name
+        chunks += chunked.chunks
+    assert chunks > 3 * 30 and chunked.tokens == whole.tokens
+
+
+def test_a_group_without_any_response_is_left_out_of_its_chunk():
+    world = ChunkedFailing(1, fails=lambda text: text == 1)
+    texts, metrics = world.step(1)
+    assert texts.count(None) == 1 and len(texts) == BATCH and metrics["failed_prompts"] == 1
+    refills = {"sync_refill_failed_groups": True, "refill_fn": print, "gen_batch_size": 1}
+    texts, metrics = ChunkedFailing(1, fails=lambda text: text == 1, named=refills).step(1)
+    assert None not in texts and 1 not in texts and metrics["failed_prompts"] == 0
+
+
+def test_a_step_says_how_many_responses_it_can_do_without():
+    world = ChunkedWorld(0, look=1)
+    world.begin(1, world.fetch)
+    assert world.count_running() == 12 * RESPONSES and world.count_spare() == 4 * RESPONSES
+    world.wait_for_sampleable(1, "train", BATCH // 2)
+    running = world.count_running()
+    assert len(world.under_way) == running and 0 < world.count_spare() < running
+    world.wait_for_sampleable(1, "train", BATCH)
+    assert world.count_spare() == world.count_running() - (world.count_running() > 0)

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from sglang_pat.integrations.verl import tail_batching, trainers
 from sglang_pat.integrations.verl.tail_batching import TailBatchingBuffer
 
-from .test_verl_tail_batching import BATCH, LIMIT, RESPONSES, SAMPLER, STRICT
+from .test_verl_tail_batching import BATCH, LIMIT, RESPONSES, SAMPLER, STRICT, WHERE
 
 pytestmark = pytest.mark.integration
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
         ({"tail_batching": "all"}, "trainer.v1.sglang_pat_sync.tail_batching is 'all', must be strict, reorder or off"),
         (
             {"tail_batching": "partial"},
-            "trainer.v1.sglang_pat_sync.tail_batching is 'partial', must be strict, reorder or off: verl's sync ",
+            "trainer.v1.sglang_pat_sync.tail_batching is 'partial', must be strict, reorder or off: verl starts ",
         ),
         ({"tail_batching": "strict", "eta_prompts": 0.5}, "trainer.v1.sglang_pat_sync.eta_prompts is 0.5, must be"),
         (
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.integration
 )
 def test_refused_in_one_line(options, line):
     with pytest.raises(ValueError) as refused:
-        tail_batching.read_rules(options, BATCH, RESPONSES)
+        tail_batching.read_rules(options, WHERE, BATCH, RESPONSES)
     assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
 
 
@@ -98,6 +98,5 @@ def test_refused_beside(others, line):
 
 
 def test_off_by_default():
-    assert (
-        tail_batching.read_rules({}, 8, 2) is None and tail_batching.read_rules({"tail_batching": "off"}, 8, 2) is None
-    )
+    for options in ({}, {"tail_batching": "off"}):
+        assert tail_batching.read_rules(options, WHERE, BATCH, RESPONSES) is None

@@ -37,6 +37,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "seq-mean-token-sum-norm": ("loss_scale_factor=64", "entropy_coeff=0.01"),
     "token-sum of strided replicas": ("use_dynamic_bsz=true", "ppo_max_token_len_per_gpu=256"),
     "seq-mean-token-sum": ("fsdp_config.use_no_sync_for_gradient_accumulation=true",),
+    "token-mean of interrupted chunks": ("ppo_micro_batch_size_per_gpu=1",),
+    "seq-mean-token-mean with a reference policy": ("use_kl_loss=true", "kl_loss_coef=0.3"),
     "token-mean of one replica": (
         "fsdp_config.fsdp_size=-1", "fsdp_config.param_offload=true", "fsdp_config.optimizer_offload=true",
     ),
@@ -64,6 +66,10 @@ def make_config(model: str, overrides: tuple[str, ...]) -> Any:
                 "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=256",
                 "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=${actor_rollout_ref.actor.use_dynamic_bsz}",
                 f"+actor_rollout_ref.actor.fsdp_config.mixed_precision={precision}",
+                f"+actor_rollout_ref.ref.fsdp_config.mixed_precision={precision}",
+                f"actor_rollout_ref.ref.fsdp_config.fsdp_size={SHARDS}",
+                "actor_rollout_ref.ref.fsdp_config.model_dtype=fp32",
+                "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=3",
                 *(f"actor_rollout_ref.actor.{text}" for text in (*actor, *overrides)),
             ],
         )  # fmt: skip
@@ -146,12 +152,49 @@ def update_as_verl(worker: SummingWorker, data: TensorDict, rank: int) -> dict[s
     return tu.get(worker.update_actor(own), "metrics")
 
 
-def compare(config: Any, rank: int, kind: type[SummingWorker]) -> dict[str, Any]:
+def make_reference(config: Any, rank: int) -> SummingWorker:
+    """A reference policy that is another one than the policy at its start."""
+    worker = SummingWorker(config, "ref")
+    worker.init_model()
+    with torch.no_grad():
+        for parameter in worker.ref.engine.module.parameters():
+            parameter.mul_(1.1)
+    return worker
+
+
+def add_reference(worker: SummingWorker, data: TensorDict, rank: int) -> TensorDict:
+    """Log-probs as verl computes them, in a pass of all ranks."""
+    own = tu.chunk_tensordict(data, RANKS)[rank]
+    tu.assign_non_tensor(own, temperature=1.0, calculate_entropy=False, compute_loss=False)
+    found = response_from_nested(worker.compute_ref_log_prob(own)["log_probs"], own["response_mask"])
+    parts: list[Any] = [None] * RANKS
+    dist.all_gather_object(parts, list(found.unbind()))
+    rows = [row for part in parts for row in part]
+    return data.clone(recurse=False).update({"ref_log_prob": torch.nested.as_nested_tensor(rows, layout=torch.jagged)})
+
+
+def add_interrupted(worker: SummingWorker, shares: list[TensorDict | None], rank: int, asked: bool) -> None:
+    """The gradients of a chunk that is interrupted before its second pass; other ranks go on with what is left."""
+    asks = iter(range(9))
+    worker.actor.is_interrupted = lambda: next(asks) > 0
+    rows = worker.add_gradients(shares[rank]).rows if asked else []
+    worker.actor.is_interrupted = None
+    parts: list[Any] = [None] * RANKS
+    dist.all_gather_object(parts, rows)
+    assert max(map(len, parts)) == min(2, max(len(share) for share in shares if share is not None)), "two passes"
+    share, done = [*zip(shares, parts, strict=True)][(rank + 1) % RANKS]
+    worker.add_gradients(None if share is None else select(share, sorted({*range(len(share))} - {*done})))
+
+
+def compare(config: Any, rank: int, kind: type[SummingWorker], name: str) -> dict[str, Any]:
     """Both kinds of step, from the same weights: how far gradients and weights are apart, relative to their norm."""
     torch.manual_seed(0)
     ours, theirs = kind(config, "actor"), SummingWorker(config, "actor")
     for worker in (ours, theirs):
         worker.init_model()
+    reference = make_reference(config, rank) if "reference" in name else None
+    if reference:
+        ours.actor.reference = reference.ref
     replicas = ours.actor.engine.device_mesh.mesh.reshape(-1, ours.actor.engine.device_mesh.size(-1)).tolist()
     (own,) = (replica for replica in replicas if rank in replica)
     before = collect_weights(ours)
@@ -160,9 +203,15 @@ def compare(config: Any, rank: int, kind: type[SummingWorker]) -> dict[str, Any]
     for step in range(STEPS):
         data = make_samples(step)
         ours.begin_step()
-        for shares in make_shares(data, step, replicas[-1]):
+        given = data
+        if reference:
+            given, data = data.exclude("ref_log_prob"), add_reference(reference, data, rank)
+        for shares in make_shares(given, step, replicas[-1]):
             # A replica without samples may be asked, or not: the other trains in any case.
-            if step == 0 or any(shares[one] is not None for one in own):
+            asked = step == 0 or any(shares[one] is not None for one in own)
+            if "interrupted" in name:
+                add_interrupted(ours, shares, rank, asked)
+            elif asked:
                 ours.add_gradients(shares[rank])
         found = tu.get(ours.finish_step(SEQUENCES), "metrics")
         metrics.append([found, update_as_verl(theirs, data, rank)])
@@ -212,7 +261,7 @@ def run_rank(rank: int, port: int, model: str, out: str, *cases: str) -> None:
     found: dict[str, Any] = {}
     for name in cases or CASES:
         kind = LentWorker if "strided" in name else SummingWorker
-        found[name] = compare(make_config(model, (f"loss_agg_mode={name.split()[0]}", *CASES[name])), rank, kind)
+        found[name] = compare(make_config(model, (f"loss_agg_mode={name.split()[0]}", *CASES[name])), rank, kind, name)
     found["errors"] = collect_errors(make_config(model, ()), rank)
     if rank == 0:
         Path(out).write_text(json.dumps(found))

@@ -22,6 +22,18 @@ def most(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> 
     return _score(0.8, solution_str, extra_info["index"])
 
 
+def fails(response: str) -> bool:
+    """Whether :func:`half_of_most` gives it no reward."""
+    return draw(f"fate {response}") < 0.2
+
+
+def half_of_most(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float:
+    """As :func:`half`, and it fails for one response of five."""
+    if fails(solution_str):
+        raise ValueError("no reward")
+    return _score(0.5, solution_str, extra_info["index"])
+
+
 JUDGED_TOKENS = 48
 """Of a response: a judge reads no more."""
 

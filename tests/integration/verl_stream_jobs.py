@@ -13,14 +13,21 @@ from typing import Any
 import ray
 import torch
 import transfer_queue as tq
+from ray.actor import ActorHandle
 from transfer_queue import KVBatchMeta
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.single_controller.base.decorator import Dispatch, register
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from sglang_pat.integrations.verl.lending import AdaptiveStreamLent
+from sglang_pat.integrations.verl.fields import was_stopped
+from sglang_pat.integrations.verl.lending import AdaptiveStreamLent, Bell, LentWorker
 from sglang_pat.integrations.verl.streaming import AdaptiveStream, Stream
+from sglang_pat.integrations.verl.tail_batching import TailBatchingBuffer
+from sglang_pat.rollout.state import LONG
+
+from . import verl_rewards
 
 BATCH, FIRST = 8, 3
 """Prompts of a step, and those of them that begin before something was trained."""
@@ -30,24 +37,80 @@ GATE = "gate"
 
 
 class Gate:
-    """Opens at a step's first chunk, for the prompts that wait."""
+    """Opens at a step's first chunk, for the prompts that wait; the first ones of a step do not."""
 
     def __init__(self) -> None:
         self._steps: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        self._first: defaultdict[int, set[str]] = defaultdict(set)
+        self._long: dict[int, asyncio.Future[bool]] = {}
 
     async def open(self, step: int) -> None:
         self._steps[step].set()
 
-    async def wait(self, step: int) -> None:
-        await self._steps[step].wait()
+    async def wait(self, step: int, uid: str) -> None:
+        first = self._first[step]
+        if len(first) < FIRST:
+            first.add(uid)
+        if uid not in first:
+            await self._steps[step].wait()
+
+    async def begin(self, step: int, is_long: bool) -> None:
+        """A round, in which prompts that take long may end."""
+        self._get_kind(step).set_result(is_long)
+
+    async def is_long(self, step: int) -> bool:
+        return await self._get_kind(step)
+
+    def _get_kind(self, step: int) -> asyncio.Future[bool]:
+        return self._long.setdefault(step, asyncio.get_running_loop().create_future())
 
 
 class GatedAgent(SingleTurnAgentLoop):
+    """All prompts of a step but the first wait for its first chunk."""
+
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        step, number = divmod(int(kwargs["index"]), BATCH)
-        if number >= FIRST:
-            await ray.get_actor(GATE).wait.remote(step + 1)
+        await ray.get_actor(GATE).wait.remote(int(kwargs["global_steps"]), kwargs["uid"])
         return await super().run(sampling_params, **kwargs)
+
+
+class TailAgent(GatedAgent):
+    """Also, each third prompt goes on until it is stopped, but in a round for such prompts."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        step = int(kwargs["global_steps"])
+        if takes_long(int(kwargs["index"])) and not await ray.get_actor(GATE).is_long.remote(step):
+            while True:
+                output = await SingleTurnAgentLoop.run(self, sampling_params, **kwargs)
+                if was_stopped(output.extra_fields):
+                    return output
+        return await super().run(sampling_params, **kwargs)
+
+
+class RareTailAgent(GatedAgent):
+    """Also, a few prompts go on until they are stopped, whatever the round; useless prompts wait for nothing."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        index = int(kwargs["index"])
+        while takes_very_long(index):
+            output = await SingleTurnAgentLoop.run(self, sampling_params, **kwargs)
+            if was_stopped(output.extra_fields):
+                return output
+        if not is_useful(index):
+            return await SingleTurnAgentLoop.run(self, sampling_params, **kwargs)
+        return await super().run(sampling_params, **kwargs)
+
+
+def takes_long(index: int) -> bool:
+    return index % 3 == 2
+
+
+def takes_very_long(index: int) -> bool:
+    return index % 12 == 5
+
+
+def is_useful(index: int) -> bool:
+    """To the reward function ``half``."""
+    return verl_rewards.draw(f"prompt {index}") >= 0.5
 
 
 def get_path(step: int) -> Path:
@@ -61,6 +124,13 @@ class _Recorded(Stream):
     def _setup(self) -> None:
         self._gate = ray.remote(Gate).options(name=GATE, num_cpus=0, max_concurrency=1000).remote()
         super()._setup()
+
+    def _add_batch_to_generate(self) -> None:
+        super()._add_batch_to_generate()
+        if isinstance(self.replay_buffer, TailBatchingBuffer):
+            under_way = self.replay_buffer._admitter.state.round
+            assert under_way is not None
+            ray.get(self._gate.begin.remote(self.global_steps, under_way.kind == LONG))
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         batch = super()._update_actor(batch, metrics)
@@ -84,6 +154,58 @@ class RecordedStream(_Recorded, AdaptiveStream):
 @register_trainer("recorded_stream_lent")
 class RecordedStreamLent(_Recorded, AdaptiveStreamLent):
     pass
+
+
+class WaitingBell(Bell):
+    """Armed for a step, it is asked once: it answers when it is rung."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._set = asyncio.Event()
+
+    async def arm(self) -> None:
+        self._set.clear()
+
+    async def set(self, rung: bool) -> None:
+        await super().set(rung)
+        self._set.set()
+
+    async def wait(self) -> bool:
+        await self._set.wait()
+        return await self.is_rung()
+
+
+class InterruptedWorker(LentWorker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def listen(self, bell: ActorHandle) -> None:
+        self.actor.is_interrupted = lambda: ray.get(bell.wait.remote())
+
+
+@register_trainer("interrupted_lent")
+class InterruptedLent(RecordedStreamLent):
+    """The first chunk of a step is not over before the batch is complete."""
+
+    _worker_class = InterruptedWorker
+
+    def _setup(self) -> None:
+        super()._setup()
+        self._bell = ray.remote(WaitingBell).options(num_cpus=0).remote()
+        self.actor_rollout_wg.listen(self._bell)
+
+    def _add_batch_to_generate(self) -> None:
+        ray.get(self._bell.arm.remote())
+        super()._add_batch_to_generate()
+
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        ray.get(self._gate.open.remote(self.global_steps))
+        if not self._generates:  # no rank was lent
+            ray.get(self._bell.set.remote(False))
+        return super()._update_actor(batch, metrics)
+
+    def _add_gradients(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> set[str]:
+        left = super()._add_gradients(batch, metrics)
+        metrics["test/left"] = metrics.get("test/left", 0) + len(left)
+        return left
 
 
 @register_trainer("replayed_sync")

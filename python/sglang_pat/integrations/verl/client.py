@@ -64,6 +64,7 @@ class _JoiningClient(FullyAsyncLLMServerClient, _PartClient):
             output.extra_fields[name] = join_spans(
                 (len(part.token_ids), part.extra_fields[name]) for part in parts if name in part.extra_fields
             )
+        output.extra_fields[STOPS] = [output.stop_reason]
         return output
 
 

@@ -19,11 +19,18 @@ STEPS = "global_steps_from_token"
 
 STOPS = "stop_reasons"
 """No runs: why each turn ended, in SGLang's words."""
+MISSING = "reward_is_missing"
+"""No runs: true for a sample that has no reward, as the function failed; others do not have it."""
+
+
+STOPPED = "stopped"
+"""Such a reason: the engine was told that nobody waits for the response any more.  After another abort verl's client of
+asynchronous trainers goes on."""
 
 
 def was_stopped(fields: Mapping[str, Any]) -> bool:
     """Whether the engine was told to stop while it generated a turn of this response."""
-    return "abort" in fields.get(STOPS, ())
+    return not {"abort", STOPPED}.isdisjoint(fields.get(STOPS, ()))
 
 
 class StopReasons(list[str]):

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,8 +43,10 @@ class Sums:
         losses: of verl's metrics that are parts of the loss; each multiplied by the number of ranks, as verl has it.
         weighted: of its other metrics, each multiplied by the tokens that it is the mean of.
         seconds: spent in forward and backward passes.
+        rows: of the share of the last chunk that were trained on.
     """
 
+    rows: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     tokens: int = 0
     losses: Counter[str] = field(default_factory=Counter)
@@ -67,6 +70,11 @@ class SummingTrainer(TrainingWorker):
     """
 
     engine: FSDPEngine
+    reference: TrainingWorker | None = None
+    """The reference policy, whose log-probs are then computed in the same pass; None: samples that need them have
+    them."""
+    is_interrupted: Callable[[], bool] | None = None
+    """Whether a chunk ends after its next pass, and leaves the rest of its samples; asked on one rank of a replica."""
     _sums: Sums | None = None
     """Of the step that is under way."""
 
@@ -94,23 +102,29 @@ class SummingTrainer(TrainingWorker):
                 one that is trained, and the ratio is 1.  ``None``: no samples.
 
         Returns:
-            What this rank has added.
+            What this rank has added.  If it was interrupted, ``rows`` lacks some.
         """
         if self._sums is None:
             raise RuntimeError("add_gradients() is for a step that has begun: begin_step() comes first")
         began = time.perf_counter()
         added = Sums()
         micro_batches = [] if data is None or not len(data) else self._split(data)
-        passes = self._agree_on_passes(len(micro_batches))
+        passes = self._find_most(len(micro_batches))
         if passes:
             self._move_weights(get_device_name())
-            with self.engine.train_mode(disable_auto_offload=True, zero_grad_on_exit=False):
+            reference = self.reference.engine.eval_mode() if self.reference else nullcontext()
+            with self.engine.train_mode(disable_auto_offload=True, zero_grad_on_exit=False), reference:
                 for i in range(passes):
-                    self._let_ranks_add(last=i == passes - 1)
+                    last = i == passes - 1 or self._find_interrupted()
+                    self._let_ranks_add(last)
                     if i < len(micro_batches):
-                        self._run(micro_batches[i], added)
+                        rows, micro_batch = micro_batches[i]
+                        self._run(micro_batch, added)
+                        added.rows += rows
                     else:
-                        self._run_empty()
+                        self._run_empty(with_reference=True)
+                    if last:
+                        break
             self._move_weights("cpu")
         added.seconds = time.perf_counter() - began
         self._sums.add(added)
@@ -162,8 +176,8 @@ class SummingTrainer(TrainingWorker):
             found[name] = value / max(total.tokens, 1)
         return tu.get_tensordict({}, {"metrics": found})
 
-    def _split(self, data: TensorDict) -> list[TensorDict]:
-        """Into what one pass takes, by verl's settings; without verl's agreement over all ranks."""
+    def _split(self, data: TensorDict) -> list[tuple[list[int], TensorDict]]:
+        """Into what one pass takes, by verl's settings; without verl's agreement over all ranks.  Also, their rows."""
         tu.maybe_fix_3d_position_ids(data)
         config = self.engine_config
         tu.assign_non_tensor(
@@ -172,20 +186,27 @@ class SummingTrainer(TrainingWorker):
             batch_num_tokens=1, global_batch_size=1,  # so that verl's loss is a sum
         )  # fmt: skip
         if config.use_dynamic_bsz:
-            return rearrange_micro_batches(data, config.max_token_len_per_gpu)[0]
-        size = config.micro_batch_size_per_gpu
-        rows = torch.arange(len(data)).split(size)
-        return [tu.index_select_tensor_dict(data, some) for some in rows]
+            micro_batches, rows = rearrange_micro_batches(data, config.max_token_len_per_gpu)
+            return list(zip(rows, micro_batches, strict=True))
+        parts = torch.arange(len(data)).split(config.micro_batch_size_per_gpu)
+        return [(rows.tolist(), tu.index_select_tensor_dict(data, rows)) for rows in parts]
 
     def _move_weights(self, device: str) -> None:
         """And gradients, if they wait on the host.  verl's own way moves what the optimizer keeps, too."""
         if self.engine.is_param_offload_enabled:
             self.engine.to(device, model=True, optimizer=False, grad=True)
 
-    def _agree_on_passes(self, wanted: int) -> int:
-        passes = torch.tensor(wanted, device=get_device_id())
-        dist.all_reduce(passes, dist.ReduceOp.MAX, group=self.engine.device_mesh.get_group("fsdp"))
-        return int(passes.item())
+    def _find_most(self, number: int) -> int:
+        """The largest of the numbers that the ranks of a replica have."""
+        most = torch.tensor(number, device=get_device_id())
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.engine.device_mesh.get_group("fsdp"))
+        return int(most.item())
+
+    def _find_interrupted(self) -> bool:
+        if self.is_interrupted is None:
+            return False
+        asks = dist.get_rank(self.engine.device_mesh.get_group("fsdp")) == 0
+        return bool(self._find_most(int(asks and self.is_interrupted())))
 
     def _let_ranks_add(self, last: bool) -> None:
         """Of one replica, in the next backward pass: in each, or in the last of a chunk, by verl's setting."""
@@ -194,6 +215,9 @@ class SummingTrainer(TrainingWorker):
         module.set_requires_all_reduce(False)  # which the line above has set, too
 
     def _run(self, micro_batch: TensorDict, added: Sums) -> None:
+        if self.reference is not None:
+            log_probs = self._compute_reference(micro_batch)
+            micro_batch["ref_log_prob"] = response_from_nested(log_probs, micro_batch["response_mask"])
         tokens = int(micro_batch["loss_mask"].values().sum())
         loss, output = self.engine.forward_step(micro_batch, loss_function=self._compute_loss, forward_only=False)
         loss.backward()
@@ -213,7 +237,16 @@ class SummingTrainer(TrainingWorker):
         assert self.loss_fn is not None
         return self.loss_fn(model_output=model_output, data=data, dp_group=dp_group)
 
-    def _run_empty(self) -> None:
+    def _compute_reference(self, micro_batch: TensorDict) -> torch.Tensor:
+        """Log-probs of the reference policy, of prompts and responses (nested)."""
+        assert self.reference is not None
+        given = micro_batch.clone(recurse=False)
+        tu.assign_non_tensor(given, calculate_entropy=False)
+        with torch.no_grad():
+            _, output = self.reference.engine.forward_step(given, loss_function=None, forward_only=True)
+        return output["model_output"]["log_probs"]
+
+    def _run_empty(self, with_reference: bool = False) -> None:
         """A pass over two tokens that adds nothing."""
         tokens = torch.nested.nested_tensor([torch.tensor([0, 0])], layout=torch.jagged)
         places = torch.nested.nested_tensor([torch.tensor([0, 1])], layout=torch.jagged)
@@ -226,6 +259,8 @@ class SummingTrainer(TrainingWorker):
         def nothing(model_output: dict[str, Any], data: TensorDict, dp_group: Any = None) -> Any:
             return (model_output["log_probs"].values() * 0).sum(), {}
 
+        if with_reference and self.reference is not None:
+            self._compute_reference(row)
         loss, _ = self.engine.forward_step(row, loss_function=nothing, forward_only=False)
         loss.backward()
 

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import ray
 import torch
 from omegaconf import DictConfig
+from ray.actor import ActorHandle
 from torch.distributed.device_mesh import DeviceMesh
 from transfer_queue import KVBatchMeta
 from verl.single_controller.base.decorator import Dispatch, register
@@ -29,6 +30,7 @@ from verl.workers.engine.fsdp import transformer_impl
 from sglang_pat.integrations.verl import stream_options
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
 from sglang_pat.integrations.verl.streaming import SWITCHED_AT, Stream, check, count_least, set_mode
+from sglang_pat.integrations.verl.tail_batching import ChunkedTailBatchingBuffer
 from sglang_pat.integrations.verl.trainers import PREFIX, AdaptiveColocateAsync
 from sglang_pat.policies.lending import STRIDE, Move, Training, TrainingPace
 
@@ -50,8 +52,22 @@ def list_replicas(ranks: int, size: int, engine: int) -> list[list[int]]:
     ]
 
 
+class Bell:
+    """An actor that trainers' ranks ask between two passes whether they are to stop."""
+
+    def __init__(self) -> None:
+        self._rung = False
+
+    async def set(self, rung: bool) -> None:
+        self._rung = rung
+
+    async def is_rung(self) -> bool:
+        return self._rung
+
+
 class LentWorker(SummingWorker):
-    """Its replicas are strided."""
+    """Its replicas are strided.  Each does what a chunk needs without the others: the pass of the reference policy,
+    and an early end."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -63,6 +79,12 @@ class LentWorker(SummingWorker):
 
         with patch.object(transformer_impl, "create_device_mesh", make_mesh):
             super().init_model()
+        self.actor.reference = self.ref
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def listen(self, bell: ActorHandle) -> None:
+        """From now on a chunk ends early when the bell was rung."""
+        self.actor.is_interrupted = lambda: ray.get(bell.is_rung.remote())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def empty_cache(self) -> None:
@@ -74,6 +96,7 @@ class LentWorker(SummingWorker):
 class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
     """verl's ``colocate_async``, whose engines sleep when the batch is complete, and of which half trains before."""
 
+    _tail_batching_at = f"trainer.v1.{MODE}"
     _worker_class = LentWorker
     _training: Sequence[int] = ()
     """Data-parallel ranks that do not generate now."""
@@ -83,25 +106,46 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
         stream_options.check_lent(config, WHERE)
         super().__init__(set_mode(config, "colocate_async"))
         self._pace = TrainingPace()
+        self._rung = False
+
+    def _setup(self) -> None:
+        super()._setup()
+        self._bell = ray.remote(Bell).options(num_cpus=0).remote()
+        self.actor_rollout_wg.listen(self._bell)
 
     def prepare_step(self) -> dict[str, Any]:
-        self._training, self._asked_at, self._switched_at = (), 0, 1.0
+        self._training, self._asked_at, self._switched_at, self._generates = (), 0, 1.0, True
         self._lent: dict[int, list[int]] = {}
         """Ranks that an engine has lent; none: it lends no more in this step."""
         self._pace.begin_step(time.monotonic())
         return super().prepare_step()
 
     def _wait_for_groups(self, wanted: int) -> tuple[int, dict[str, Any]]:
-        """Also, ranks are lent and taken back.  Before any is, until all groups are complete."""
-        batch, last = self.config.data.train_batch_size, time.time()
+        """Also, until there are ranks that train."""
         metrics: dict[str, Any] = {}
-        while len(there := self._look_for_groups(metrics)) < wanted:
-            self._follow_policy(batch - wanted + len(there), there)
-            if self._training and len(there) >= count_least(wanted):
-                return len(there), metrics
+        last = time.time()
+        while (groups := self._follow_round(wanted, metrics)) < count_least(wanted) or not self._training:
             last = self.replay_buffer._wait_for_next_poll("train", last)
-        self._end_generation()
-        return wanted, metrics | {SWITCHED_AT: self._switched_at}
+        if groups >= wanted:
+            metrics[SWITCHED_AT] = self._switched_at
+        return groups, metrics
+
+    def _follow_round(self, wanted: int, metrics: dict[str, Any]) -> int:
+        """One look at the round: ranks are lent and taken back, and the engines sleep, if it is time.
+
+        Args:
+            wanted: groups that the batch has beside those that the trainer has had.
+
+        Returns:
+            of them, those that are complete.
+        """
+        there = self._look_for_groups(metrics)
+        if self._generates:
+            if len(there) >= wanted or self._is_generated():
+                self._end_generation()
+            else:
+                self._follow_policy(self.config.data.train_batch_size - wanted + len(there), there)
+        return len(there)
 
     def _follow_policy(self, complete: int, there: set[str]) -> None:
         """Lend ranks, or take them back, if it is time.
@@ -150,17 +194,19 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
             tags = (tag for key, tag in buffer.partitions["train"].items() if key.partition("_")[0] in groups)
             return _sum_tokens(tag for tag in tags if "response_len" in tag)
 
+        spare = buffer.count_spare() if isinstance(buffer, ChunkedTailBatchingBuffer) else 0
         return Training(
             samples=self.config.data.train_batch_size * n // engines, complete=complete * n // engines,
             ready=count_tokens(there) // engines, pending=count_tokens(buffer.running_keys["train"]) // engines,
-            **measured,
+            spare=spare // engines, **measured,
         )  # fmt: skip
 
     def _step_once(self, metrics: dict[str, Any], timing_raw: dict[str, float], groups: int) -> KVBatchMeta:
-        start = time.perf_counter()
+        start, training = time.perf_counter(), self._training
         chunk = super()._step_once(metrics, timing_raw, groups)
-        tokens = _sum_tokens(tag for tag in chunk.tags if not tag.get("is_padding"))
-        self._pace.add(time.perf_counter() - start, tokens, lent=len(self._training) < self._count_trainer_ranks())
+        if self._training == training:  # all of it on the same ranks
+            tokens = _sum_tokens(tag for tag in chunk.tags if not tag.get("is_padding"))
+            self._pace.add(time.perf_counter() - start, tokens, lent=len(training) < self._count_trainer_ranks())
         return chunk
 
     def _take_back(self, engines: Sequence[int]) -> None:
@@ -175,10 +221,55 @@ class AdaptiveStreamLent(Stream, AdaptiveColocateAsync):
     def _end_generation(self) -> None:
         self._take_back(range(len(self._list_engines())))
         AdaptiveColocateAsync.on_sample_end(self)  # verl's: the engines sleep
-        self._training = range(self._count_trainer_ranks())
+        self._training, self._generates = range(self._count_trainer_ranks()), False
+
+    def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        """Nothing: verl's is a pass of all ranks.  Here it is a part of the one that trains."""
+        return batch
+
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        """The gradients of a chunk.  When the batch is complete, all ranks go on with what is left of it."""
+        rest, last = batch, time.time()
+        while left := self._add_gradients(rest, metrics):
+            self._follow_round(self._left, metrics)
+            while not self._training:  # the engines have taken the ranks back
+                last = self.replay_buffer._wait_for_next_poll("train", last)
+                self._follow_round(self._left, metrics)
+            rest = _deal(rest, left, len(self._training))
+        return batch
+
+    def _add_gradients(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> set[str]:
+        self._ring(False)  # the ranks may have been done when it was rung
+        return super()._add_gradients(batch, metrics)
+
+    def _ring(self, rung: bool) -> None:
+        if rung != self._rung:
+            ray.get(self._bell.set.remote(rung))
+            self._rung = rung
+
+    def _look_while_training(self, metrics: dict[str, Any]) -> set[str]:
+        """Also, the ranks are interrupted if others are to train."""
+        there = super()._look_while_training(metrics)
+        if self._generates:
+            over = len(there) >= self._left or self._is_generated()
+            complete = self.config.data.train_batch_size - self._left + len(there)
+            if over or {Move.LEND, Move.TAKE_BACK} & set(self._ask_policy(complete, there).values()):
+                self._asked_at = 0  # they are asked again, when it is done
+                self._ring(True)
+        return there
 
     def _list_training_ranks(self) -> Sequence[int]:
         return self._training
+
+
+def _deal(batch: KVBatchMeta, keys: set[str], ranks: int) -> KVBatchMeta:
+    """Some samples of a batch, in an order in which equal parts are for ranks with about the same work."""
+    rows = sorted((i for i, key in enumerate(batch.keys) if key in keys), key=lambda i: -batch.tags[i]["seq_len"])
+    rows = [i for rank in range(ranks) for i in rows[rank::ranks]]
+    return KVBatchMeta(
+        partition_id=batch.partition_id, keys=[batch.keys[i] for i in rows], tags=[batch.tags[i] for i in rows],
+        extra_info=dict(batch.extra_info),
+    )  # fmt: skip
 
 
 def _sum_tokens(tags: Iterable[Mapping[str, Any]]) -> int:

@@ -10,7 +10,13 @@ import logging
 from sglang_pat.errors import format_one_line
 
 try:
-    from sglang_pat.integrations.verl import lending, streaming, trainers  # noqa: F401 - registers them
+    from sglang_pat.integrations.verl import (  # noqa: F401 - these register themselves
+        lending,
+        missing_rewards,
+        response_ends,
+        streaming,
+        trainers,
+    )  # fmt: skip
     from sglang_pat.integrations.verl.registration import register
 
     register()

@@ -20,7 +20,7 @@ from sglang_pat.figures import Figures, job_log
 from sglang_pat.integrations import CALLS
 from sglang_pat.integrations.balance import EngineReport
 from sglang_pat.integrations.verl import options
-from sglang_pat.integrations.verl.fields import DEGREES, STEPS, STOPS
+from sglang_pat.integrations.verl.fields import DEGREES, STEPS, STOPPED, STOPS
 from sglang_pat.judge.attach import attach as stream_layers
 from sglang_pat.launch.attach import attach
 from sglang_pat.messages import BeginRound, EndRound
@@ -42,6 +42,9 @@ class AdaptiveServer(SGLangHttpServer):
     _refuses = False
     """Requests that come now are for another engine: those who sent them ask the balancer again."""
 
+    _stops = False
+    """Nobody waits for a response of this round any more."""
+
     _routed = False
     """Samples say which experts their tokens were routed to."""
 
@@ -58,6 +61,9 @@ class AdaptiveServer(SGLangHttpServer):
         """verl's; the sample's extra fields say which degree, and which step's weights, generated which tokens."""
         if self._refuses:
             return TokenOutput(token_ids=[], log_probs=[], stop_reason="aborted", extra_fields={})
+        if self._stops:
+            nothing = {DEGREES: (), STEPS: (), STOPS: [STOPPED]}
+            return TokenOutput(token_ids=[], log_probs=[], stop_reason=STOPPED, extra_fields=nothing)
         if not self._in_round:  # a trainer of verl's own announces none
             await self.announce_round(BeginRound())
         meta: dict[str, Any] = {}
@@ -73,16 +79,24 @@ class AdaptiveServer(SGLangHttpServer):
             meta.pop(DEGREES, None)
         output.extra_fields[DEGREES] = meta.get(DEGREES, ())
         output.extra_fields[STEPS] = ((0, output.extra_fields["global_steps"]),)
+        if self._stops and output.stop_reason == "abort":
+            output.stop_reason = STOPPED
         output.extra_fields[STOPS] = [output.stop_reason]  # verl's agents drop it
         return output
 
     async def refuse_requests(self, refuse: bool) -> None:
         self._refuses = refuse
 
+    async def stop_requests(self) -> None:
+        """End all that run, and all that come until the next round begins, with :data:`~.fields.STOPPED`."""
+        self._stops = True
+        await self.tokenizer_manager.pat_end_running()
+
     async def announce_round(self, message: BeginRound | EndRound, always: bool = False) -> None:
         """A round begins, or ends; an engine that never sleeps has none, but with ``always``."""
         if always or self.rollout_mode == RolloutMode.HYBRID:
             self._in_round = isinstance(message, BeginRound)
+            self._stops = self._stops and not self._in_round
             self.tokenizer_manager.pat_send_round(message)
 
     async def sleep(self) -> None:

@@ -14,7 +14,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any
+from typing import Any, cast
+from weakref import WeakSet
 
 from omegaconf import DictConfig, OmegaConf
 from verl.experimental.reward_loop.reward_manager import register
@@ -23,7 +24,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.reward import get_custom_reward_fn
 
 from sglang_pat.integrations.verl import reward_ledger
-from sglang_pat.integrations.verl.fields import was_stopped
+from sglang_pat.integrations.verl.fields import MISSING
 from sglang_pat.integrations.verl.options import NAME
 from sglang_pat.integrations.verl.reward_ledger import Prompt
 from sglang_pat.integrations.verl.reward_programs import SOURCES, ProgramScorer
@@ -90,6 +91,17 @@ def read_settings(config: DictConfig) -> RewardSettings:
     return RewardSettings(pool=pool, rules=rules, sandbox=given.get("sandbox"), all_or_nothing=all_or_nothing)
 
 
+def read_limit_rules(config: DictConfig) -> LimitRules:
+    """Of time limits, in any job: without this manager there are no programs, and they do not matter."""
+    return read_settings(config).rules if is_used(config) else LimitRules()
+
+
+def get_filter_metric(config: DictConfig) -> str | None:
+    """The number beside the score by which verl's filter judges a group; None: it takes the score, or there is none."""
+    groups = config.algorithm.get("filter_groups") or {}
+    return groups["metric"] if groups.get("enable") and groups["metric"] != "reward" else None
+
+
 def _read_mapping(given: Any, where: str, example: str) -> dict[str, Any]:
     if given is None:
         return {}
@@ -148,8 +160,9 @@ class PooledRewardManager(NaiveRewardManager):
         self._dropped: frozenset[Prompt] = frozenset()
         """On these nobody will train."""
         self._running: defaultdict[Prompt, set[asyncio.Task[dict]]] = defaultdict(set)
-        groups = config.algorithm.get("filter_groups") or {}
-        self._names = {groups["metric"]} if groups.get("enable") and groups["metric"] != "reward" else set[str]()
+        self._failed: WeakSet[asyncio.Task[dict]] = WeakSet()
+        """Whose function gave no reward."""
+        self._names = {metric} if (metric := get_filter_metric(config)) else set[str]()
         """Of the numbers that the function returns beside the score: verl asks for the same of all samples."""
         self._told: set[Failure] = set()
 
@@ -164,20 +177,20 @@ class PooledRewardManager(NaiveRewardManager):
         return functools.partial(function, reward_router_address=router, reward_model_tokenizer=tokenizer)
 
     async def run_single(self, data: DataProto) -> dict:
-        """The reward of a response; at once if it was stopped, or if nobody will train on its prompt."""
+        """The reward of a response; at once if nobody will train on its prompt."""
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_drops())
         fields = data[-1:][0].non_tensor_batch
         prompt = int(fields.get("global_steps", -1)), str(fields.get("uid"))
-        if prompt in self._dropped or was_stopped(fields.get("tool_extra_fields") or {}):
+        if prompt in self._dropped:
             return self._skip()
-        if "session_id" in fields:
-            tokens = int(sum(data.non_tensor_batch["response_len"]))
-            self._ledger.note_end.remote(prompt, int(fields["session_id"]), tokens)
         task = asyncio.create_task(super().run_single(data))
         self._running[prompt].add(task)
         try:
-            return await task
+            found = await task
+            if task in self._failed:
+                found["reward_extra_info"][MISSING] = True
+            return found
         except asyncio.CancelledError:
             if prompt not in self._dropped:
                 raise
@@ -196,6 +209,7 @@ class PooledRewardManager(NaiveRewardManager):
             self._add_figures("scoring", reward)
         if reward.failure is not None:
             self._tell_once(reward)
+            self._failed.add(cast(asyncio.Task[dict], asyncio.current_task()))
             others = {name: reward.value for name in self._names}
             return {**others, "score": reward.value} if others else reward.value
         if not reward.info:
@@ -234,7 +248,7 @@ class PooledRewardManager(NaiveRewardManager):
     def _skip(self) -> dict:
         self._ledger.add_figures.remote({"stopped": 1})
         value = self._settings.pool["failed_reward"]
-        return {"reward_score": value, "reward_extra_info": dict.fromkeys(self._names, value)}
+        return {"reward_score": value, "reward_extra_info": dict.fromkeys(self._names, value) | {MISSING: True}}
 
     async def _watch_drops(self) -> None:
         known = 0

@@ -45,7 +45,6 @@ _ALL_RANKS = "it is a pass of all ranks of the trainer, and some still generate"
 _FIXED_WHILE_LENT: dict[str, tuple[tuple[Any, ...], str]] = {
     "actor_rollout_ref.rollout.nnodes": ((0,), "the engines have the trainer's GPUs"),
     "actor_rollout_ref.rollout.calculate_log_probs": ((False,), _ALL_RANKS),
-    f"{_ACTOR}.use_kl_loss": ((False,), _ALL_RANKS),
 }
 
 
@@ -97,6 +96,11 @@ def check_lent(config: DictConfig, where: str) -> AdaptiveConfig:
     if not (0 < size <= half and half % size == 0):
         why = "a replica of the trainer trains on lent ranks only"
         raise _refuse(name, size, f"{half} or a divisor of it (half of {tensor_parallel})", where, why)
+    reference, why = "actor_rollout_ref.ref", "a replica of the reference policy works where one of the trainer does"
+    if OmegaConf.select(config, f"{_ACTOR}.use_kl_loss"):
+        for part, must_be in {"strategy": "fsdp2", "fsdp_config.fsdp_size": size}.items():
+            if (value := OmegaConf.select(config, f"{reference}.{part}")) != must_be:
+                raise _refuse(f"{reference}.{part}", value, must_be, f"{where} and use_kl_loss", why)
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
     adaptive = job_settings.check(options.read_settings(rollout, 0), ranks, options.WHERE)
     given = f"actor_rollout_ref.{options.WHERE}"

@@ -35,12 +35,17 @@ from verl.utils.debug import marked_timer
 from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import rename_dict
 
-from sglang_pat.integrations.verl import options, stream_options
-from sglang_pat.integrations.verl.fields import STEPS, expand_runs
+from sglang_pat.integrations.verl import missing_rewards, options, stream_options
+from sglang_pat.integrations.verl.fields import STEPS, expand_runs, was_stopped
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
-from sglang_pat.integrations.verl.tail_batching import POLL_SECONDS
+from sglang_pat.integrations.verl.tail_batching import (
+    POLL_SECONDS,
+    ChunkedTailBatchingBuffer,
+    NoResponseError,
+    make_no_response_error,
+)
 from sglang_pat.integrations.verl.trainers import PREFIX, AdaptiveSeparateAsync, AdaptiveTrainer
-from sglang_pat.messages import BeginRound, EndRound
+from sglang_pat.messages import EndRound
 from sglang_pat.policies.course import look_ahead
 from sglang_pat.policies.lending import Move, Training, decide_by_room, make_load
 from sglang_pat.policies.lengths import LengthHistory
@@ -66,8 +71,6 @@ def check(config: DictConfig, mode: str) -> None:
         ValueError: one line, in the words of verl's configuration.
     """
     where = f"trainer.v1.trainer_mode={mode}"
-    if given := config.trainer.v1.get(mode):
-        raise ValueError(f"trainer.v1.{mode} has no option {min(given)!r}, must be left out: it has none")
     rollout, sampler = config.actor_rollout_ref.rollout, config.trainer.v1.sampler
     if rollout.name != options.NAME:
         raise ValueError(
@@ -96,13 +99,18 @@ def set_mode(config: DictConfig, mode: str) -> DictConfig:
 class Stream(AdaptiveTrainer):
     """Each step: :meth:`step`.  What :data:`MODE` and the mode of lent ranks have in common."""
 
-    _has_rounds = True
+    _has_rounds = _announces_steps = _has_chunks = True
+    _buffer_class = ChunkedTailBatchingBuffer
     _worker_class: type[SummingWorker] = SummingWorker
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
         self.replay_buffer.poll_interval = POLL_SECONDS
         self._history = LengthHistory()
+        self._left = 0
+        """Groups that the batch has beside those that were trained on and those of the chunk that is being trained."""
+        self._lacked_at = 0.0
+        """When groups of the batch were last seen to be under way, by the performance counter."""
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -119,12 +127,8 @@ class Stream(AdaptiveTrainer):
         self._announce_round(EndRound())
         super().on_step_end()
 
-    def _add_batch_to_generate(self) -> None:
-        rollout, prompts = self.config.actor_rollout_ref.rollout, self.config.data.train_batch_size
-        about = {"max_new_tokens": rollout.response_length}
-        filters = self.replay_buffer.filter_groups_metric is not None  # then more prompts may come
-        self._announce_round(BeginRound(**about) if filters else BeginRound.of_size(prompts, rollout.n, **about))
-        super()._add_batch_to_generate()
+    def _stop_all(self) -> None:
+        ray.get([handle.stop_requests.remote() for handle in self._list_engines()])
 
     def _look_for_groups(self, metrics: dict[str, Any]) -> set[str]:
         """Those that are complete now and were not trained on; waits for none.  ``metrics`` get verl's figures of those
@@ -136,23 +140,27 @@ class Stream(AdaptiveTrainer):
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
         """One update of the weights, of a batch that is trained in chunks of complete groups."""
         found = MetricsAggregator()
+        found.aggregation_rules["sum"].append(missing_rewards.METRIC)
         found.add_step_metrics(self.prepare_step())
         self.actor_rollout_wg.begin_step()
-        wanted, chunks, hidden, exposed = self.config.data.train_batch_size, list[KVBatchMeta](), 0.0, 0.0
+        batch = wanted = self.config.data.train_batch_size
+        chunks, hidden, exposed = list[KVBatchMeta](), 0.0, 0.0
         while wanted:
             of_chunk: dict[str, Any] = {}
             with marked_timer("gen", timing_raw, color="red"):
                 groups, evicted = self._wait_for_groups(wanted)
             found.add_step_metrics(evicted)
-            wanted -= groups
-            began = time.perf_counter()
-            chunk = self._step_once(of_chunk, timing_raw, groups)
-            seconds = time.perf_counter() - began
-            # What ended the batch may have come at the chunk's begin: then nothing of it was hidden.
+            wanted = self._left = wanted - groups
+            began = self._lacked_at = time.perf_counter()
+            try:
+                chunk = self._step_once(of_chunk, timing_raw, groups)
+            except NoResponseError:  # the batch lacks these groups
+                continue
+            ended = time.perf_counter()
             if wanted > self.replay_buffer.get_sampleable_count(self.global_steps, "train"):
-                hidden += seconds
-            else:
-                exposed += seconds
+                self._lacked_at = ended
+            hidden += self._lacked_at - began
+            exposed += ended - self._lacked_at
             chunks.append(chunk)
             for tag in chunk.tags:
                 if not tag.get("is_padding"):
@@ -160,6 +168,12 @@ class Stream(AdaptiveTrainer):
                     self._history.observe(length, 0, length < self.config.actor_rollout_ref.rollout.response_length)
             found.aggregation_rules["sum"] += [name for name in of_chunk if name.startswith("rollout/tokens/")]
             found.add_step_metrics(of_chunk, sample_count=len(chunk))
+        if not chunks:
+            raise make_no_response_error(batch)
+        missing_rewards.check_some_left(chunks)
+        if isinstance(self.replay_buffer, ChunkedTailBatchingBuffer):
+            with marked_timer("gen", timing_raw, color="red"):
+                found.add_step_metrics(self.replay_buffer.end_step(self.global_steps))
         with marked_timer("update_actor", timing_raw, color="red"):
             update = self._finish_update(sum(map(_count_sequences, chunks)))
         metrics.update(found.get_aggregated_metrics() | update)
@@ -177,7 +191,7 @@ class Stream(AdaptiveTrainer):
         return min(len(there), wanted), found
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], **named: Any) -> KVBatchMeta:
-        check_weights(batch, self.global_steps - 1)
+        check_samples(batch, self.global_steps - 1)
         return super()._balance_batch(batch, metrics, **named)
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
@@ -202,8 +216,29 @@ class Stream(AdaptiveTrainer):
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         """The gradients of a chunk."""
-        ray.get(self.actor_rollout_wg.add_gradients(self._divide(batch)))
+        self._add_gradients(batch, metrics)
         return batch
+
+    def _add_gradients(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> set[str]:
+        """Those of a balanced batch; returns what was not trained on, since the ranks were interrupted."""
+        shares = self._divide(batch)
+        futures = self.actor_rollout_wg.add_gradients(shares)
+        while len(ray.wait(futures, num_returns=len(futures), timeout=POLL_SECONDS)[0]) < len(futures):
+            self._look_while_training(metrics)
+        given = {key for share in shares if share for key in share.keys}
+        added = zip(shares, ray.get(futures), strict=True)
+        return given - {share.keys[row] for share, sums in added if share for row in sums.rows}
+
+    def _look_while_training(self, metrics: dict[str, Any]) -> set[str]:
+        """Useless groups are replaced, and a full batch stops what else runs; groups that are complete."""
+        there = self._look_for_groups(metrics)
+        if len(there) < self._left:
+            self._lacked_at = time.perf_counter()
+        return there
+
+    def _is_generated(self) -> bool:
+        """Whether it is known that no engine has anything of the step any more; rewards may still come."""
+        return isinstance(self.replay_buffer, ChunkedTailBatchingBuffer) and self.replay_buffer.is_generated
 
     def _divide(self, batch: KVBatchMeta) -> list[KVBatchMeta | None]:
         """A balanced batch by data-parallel ranks, without what verl has filled it up with."""
@@ -248,6 +283,8 @@ class AdaptiveStream(Stream, AdaptiveSeparateAsync, _OneVersion):
     requests go on elsewhere, from their tokens.
     """
 
+    _tail_batching_at = f"trainer.v1.{MODE}"
+
     def __init__(self, config: DictConfig) -> None:
         check(config, MODE)
         if not (nodes := config.actor_rollout_ref.rollout.nnodes) > 0:
@@ -283,6 +320,8 @@ class AdaptiveStream(Stream, AdaptiveSeparateAsync, _OneVersion):
         with marked_timer("switch_wait", self.timing_raw, color="yellow"):
             batch, asked = self.config.data.train_batch_size, 0
             while (groups := len(there := self._look_for_groups(found))) < batch:
+                if self._is_generated():
+                    break
                 if groups != asked and self._may_leave(there):
                     break
                 asked = groups
@@ -322,14 +361,14 @@ def _count_sequences(batch: KVBatchMeta) -> int:
     return sum(not tag.get("is_padding") for tag in batch.tags)
 
 
-def check_weights(batch: KVBatchMeta, version: int) -> None:
-    """Hold that these weights, and no others, generated each token of a batch.
+def check_samples(batch: KVBatchMeta, version: int) -> None:
+    """Hold that these weights, and no others, generated each token of a batch, and that no response was cut.
 
     Args:
         version: verl's, the step after which they were sent.
 
     Raises:
-        RuntimeError: others have; one line.
+        RuntimeError: it is not so; one line.
     """
     data = tq.kv_batch_get(
         keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask", "extra_fields"]
@@ -337,6 +376,8 @@ def check_weights(batch: KVBatchMeta, version: int) -> None:
     for key, mask, fields in zip(
         batch.keys, data["response_mask"].unbind(), data.get("extra_fields").tolist(), strict=True
     ):
+        if was_stopped(fields):
+            raise RuntimeError(f"response {key} was stopped before its end, must be whole: a step trains on such only")
         runs = fields.get(STEPS) or ((0, None),)
         if runs[0][0] == 0 and all(found == version for _, found in runs):
             continue  # as nearly always: a step has millions of tokens

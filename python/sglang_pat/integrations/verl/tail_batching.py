@@ -1,10 +1,11 @@
-"""Tail batching under verl's synchronous trainer (RollPacker, section 3.1): prompts that would hold up a step wait for
-a step of their own.
+"""Tail batching under verl (RollPacker, section 3.1): prompts that would hold up a step wait for a step of their own.
 
 A step starts more prompts than it trains on, takes those whose responses are all there first, and stops the rest.  They
 start anew in a later step: every response that is trained on was generated whole by the weights of its step, as without
 tail batching.  Which prompts run in which step is the decision of :class:`~sglang_pat.rollout.admitter.Admitter`,
 which also bounds how often a prompt can be passed over.
+
+A trainer that streams gets the groups of a step as they are taken (:class:`ChunkedTailBatchingBuffer`).
 
 verl's loop sets three limits:
 
@@ -22,6 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from omegaconf import DictConfig
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, _accumulate_eviction_metrics
@@ -47,21 +49,31 @@ from sglang_pat.rollout.rounds import make_announcement
 from sglang_pat.rollout.rules import Rules
 from sglang_pat.rollout.state import LONG
 
-WHERE = "trainer.v1.sglang_pat_sync"
 OPTIONS = {"tail_batching", "eta_prompts", "max_deferrals", "unbiased"}
-"""Of :data:`WHERE`."""
+"""Of ``trainer.v1.sglang_pat_sync`` and of the modes that stream."""
 MODES = ("strict", "reorder")
+TRAINER_MODES = ("sglang_pat_sync", "sglang_pat_stream", "sglang_pat_stream_lent")
+"""In which there is tail batching."""
 
 POLL_SECONDS = 0.5
 """Between two looks at what is complete; verl's two seconds are the length of a small step."""
 
 
+def is_used(config: DictConfig) -> bool:
+    """Whether a job asks for it, as far as can be told without its rules."""
+    version = config.trainer.v1
+    mode = version.trainer_mode
+    return mode in TRAINER_MODES and (version.get(mode) or {}).get("tail_batching") in MODES
+
+
 def read_rules(
-    options: Mapping[str, Any], num_prompts: int, num_responses: int, filter_groups: bool = False
+    options: Mapping[str, Any], where: str, num_prompts: int, num_responses: int, filter_groups: bool = False
 ) -> Rules | None:
-    """What :data:`WHERE` asks for; None: no tail batching.
+    """What a trainer mode's options ask for; None: no tail batching.
 
     Args:
+        options: of the mode.
+        where: they are, e.g. ``trainer.v1.sglang_pat_sync``.
         filter_groups: some groups are not to be trained on.
 
     Raises:
@@ -69,17 +81,17 @@ def read_rules(
     """
     unknown = sorted(set(options) - OPTIONS)
     if unknown:
-        raise ValueError(f"{WHERE} has no option {unknown[0]!r}; choose from {', '.join(sorted(OPTIONS))}")
+        raise ValueError(f"{where} has no option {unknown[0]!r}; choose from {', '.join(sorted(OPTIONS))}")
     mode = options.get("tail_batching")
     if mode in (None, False, "off"):
         return None
     if mode == "partial":
         raise ValueError(
-            f"{WHERE}.tail_batching is 'partial', must be {', '.join(MODES)} or off: verl's sync trainer starts each "
-            "response from its prompt; for partial rollout set trainer.v1.trainer_mode=sglang_pat_colocate_async"
+            f"{where}.tail_batching is 'partial', must be {', '.join(MODES)} or off: verl starts each response from "
+            "its prompt here; for partial rollout set trainer.v1.trainer_mode=sglang_pat_colocate_async"
         )
     if mode not in MODES:
-        raise ValueError(f"{WHERE}.tail_batching is {mode!r}, must be {', '.join(MODES)} or off")
+        raise ValueError(f"{where}.tail_batching is {mode!r}, must be {', '.join(MODES)} or off")
     given = {name: value for name, value in options.items() if name != "tail_batching"}
     try:
         return Rules(
@@ -87,11 +99,48 @@ def read_rules(
             filter_groups=filter_groups, **given,
         )  # fmt: skip
     except ValueError as error:
-        raise ValueError(f"{WHERE}.{error}") from None
+        raise ValueError(f"{where}.{error}") from None
+
+
+def check_beside(config: DictConfig, mode: str, where: str, rules: Rules) -> None:
+    """Refuse what a job cannot have beside tail batching.
+
+    Args:
+        config: of the job.
+        mode: verl's name of the trainer mode.
+        where: the options of tail batching are.
+        rules: that follow from them.
+
+    Raises:
+        ValueError: in one line that names the setting.
+    """
+    rollout, sampler = config.actor_rollout_ref.rollout, config.trainer.v1.sampler
+    groups = config.algorithm.get("filter_groups") or {}
+    if rules.unbiased and rollout.multi_turn.enable:
+        raise ValueError(
+            f"{where}.unbiased is true, must be false with "
+            "actor_rollout_ref.rollout.multi_turn.enable: what stops a prompt is time then, not length"
+        )
+    if (steps := config.trainer.v1.get(mode, {}).get("parameter_sync_step", 1)) != 1:
+        raise ValueError(
+            f"trainer.v1.{mode}.parameter_sync_step is {steps}, must be 1 (or left out) with "
+            f"{where}.tail_batching: a step has one batch, for one update"
+        )
+    if (custom := sampler.get("custom_sampler") or {}).get("path"):
+        raise ValueError(
+            f"trainer.v1.sampler.custom_sampler.path is {custom['path']!r}, must be left out with "
+            f"{where}.tail_batching: it chooses the prompts of a step itself"
+        )
+    if groups.get("enable") and (batches := groups.get("max_inflight_gen_batches", 1)) != 1:
+        raise ValueError(
+            f"algorithm.filter_groups.max_inflight_gen_batches is {batches}, must be 1 (or left out) with "
+            f"{where}.tail_batching: how many prompts run at once follows from eta_prompts and from how many "
+            "groups were of use"
+        )
 
 
 class TailBatchingBuffer(ReplayBuffer):
-    """verl's replay buffer of synchronous training, which waits for the prompts that the admitter takes.
+    """verl's replay buffer, which waits for the prompts that the admitter takes.
 
     Which groups are of use says verl's own filter (``filter_groups_metric``, ``sync_refill_failed_groups``).  Their
     rewards are there when all their responses are: verl's workers write a response with its reward.
@@ -150,7 +199,11 @@ class TailBatchingBuffer(ReplayBuffer):
         self._uids: dict[tuple[int, int], str] = {}
         """Of this round, by index and number of the draw (``rollout/redraws.py``)."""
         self._taken: list[str] = []
-        self._over = True
+        self._failed: set[str] = set()
+        """Uids of those that are taken and lack responses."""
+        self._over, self._stopped = True, False
+        self._rewarded_at: float | None = None
+        """When all that are taken had their rewards, by the same clock."""
         self.summary: Summary | None = None
 
     def get_state(self) -> dict[str, Any]:
@@ -158,7 +211,7 @@ class TailBatchingBuffer(ReplayBuffer):
         return {**self._admitter.state_dict(), "rows": self._rows, "fed": self._fed}
 
     def restore(self, state: dict[str, Any], source: str) -> None:
-        """Go on where :meth:`get_state` was taken.
+        """Go on where :meth:`get_state` was called.
 
         Raises:
             ValueError: it is of another version, one line that names its ``source``.
@@ -172,7 +225,8 @@ class TailBatchingBuffer(ReplayBuffer):
         while wanted := self._admitter.wanted:
             self._feed(wanted)
         self._taken, self._over, self._begun = [], False, time.monotonic()
-        self._judged, self._evicted = 0, {}
+        self._judged, self._evicted, self._stopped, self._rewarded_at = 0, {}, False, None
+        self._failed.clear()
         self._uids.clear()
         self._complete.clear()
         self._ends.clear()
@@ -196,34 +250,49 @@ class TailBatchingBuffer(ReplayBuffer):
         """The step's batch, once nothing of it is under way any more."""
         if partition_id == "val":
             return super().sample(global_steps, partition_id, batch_size)
-        last, stopped = time.time(), False
-        while True:
-            self._sync_metadata_from_transfer_queue()
-            ended = self.finished_keys[partition_id] | self.failure_keys[partition_id]
-            for uid, tokens in self._take_ends().items():
-                self._ends[uid].update(tokens)
-            self._report_responses(self.partitions[partition_id], ended, stopped)
-            self._unsettled -= ended
-            if self._complete:
-                self._judge_groups(global_steps, partition_id)
-            if self._over and not self._unsettled:
-                break
-            if not self._over and len(self._taken) >= self._admitter.rules.num_prompts:
-                if not stopped:
-                    self._drop(self._unsettled - set(self._taken))
-                # An agent that goes on after its aborted turn is stopped again.
-                self._stop()
-                stopped = True
-            last = self._wait_for_next_poll(partition_id, last)
-        taken = set(self._taken)
+        metrics = self.end_step(global_steps)
         snapshot = dict(self.partitions[partition_id])
-        failed = taken & self.failure_keys[partition_id]
-        if taken.isdisjoint(key.split("_")[0] for key in snapshot):
-            raise RuntimeError(f"no response to train on: all {len(taken)} prompts of the step have failed")
-        ended = self.finished_keys[partition_id] | self.failure_keys[partition_id]  # without what was evicted
-        self._clear_groups(partition_id, ({key.split("_")[0] for key in snapshot} | ended) - taken)
-        batch = self._materialize_batch(partition_id, self._taken, snapshot)
-        return batch, self._make_metrics(len(failed)) | self._evicted
+        if set(self._taken).isdisjoint(_get_uids(snapshot)):
+            raise make_no_response_error(len(self._taken))
+        return self._materialize_batch(partition_id, self._taken, snapshot), metrics
+
+    def end_step(self, global_steps: int) -> dict[str, Any]:
+        """Wait until nothing of the step is under way any more, and forget what was not taken; the step's metrics."""
+        partition_id, last = "train", time.time()
+        self._look(global_steps, partition_id)
+        while not self._over or self._unsettled:
+            last = self._wait_for_next_poll(partition_id, last)
+            self._look(global_steps, partition_id)
+        ended = self.finished_keys[partition_id] | self.failure_keys[partition_id]
+        self._clear_groups(partition_id, (_get_uids(self.partitions[partition_id]) | ended) - set(self._taken))
+        return self._make_metrics() | self._take_evicted()
+
+    def _look(self, global_steps: int, partition_id: str) -> None:
+        """Tell the admitter what verl's workers have written since the last look, and stop the rest of a full batch."""
+        self._sync_metadata_from_transfer_queue()
+        ended = self.finished_keys[partition_id] | self.failure_keys[partition_id]
+        for uid, tokens in self._take_ends().items():
+            self._ends[uid].update(tokens)
+        self._report_responses(self.partitions[partition_id], ended, self._stopped)
+        self._unsettled -= ended
+        if self._complete:
+            self._judge_groups(global_steps, partition_id)
+        taken = set(self._taken)
+        self._failed |= taken & self.failure_keys[partition_id]
+        if self._over:
+            if self._rewarded_at is None and self._unsettled.isdisjoint(taken):
+                self._rewarded_at = time.monotonic()
+        elif len(taken) >= self._admitter.rules.num_prompts:
+            if not self._stopped:
+                self._drop(self._unsettled - taken)
+            # An agent that goes on after its aborted turn is stopped again.
+            self._stop()
+            self._stopped = True
+
+    def _take_evicted(self) -> dict[str, Any]:
+        """verl's figures of the useless groups since the last call."""
+        evicted, self._evicted = self._evicted, {}
+        return evicted
 
     def _judge_groups(self, global_steps: int, partition_id: str) -> None:
         """Tell the admitter which complete groups are of use.
@@ -319,13 +388,13 @@ class TailBatchingBuffer(ReplayBuffer):
             rows.append(row)
         self._submit(rows)
 
-    def _make_metrics(self, failed: int) -> dict[str, float]:
+    def _make_metrics(self) -> dict[str, float]:
         summary = self.summary
-        assert summary is not None, "asked after a round"
+        assert summary is not None and self._rewarded_at is not None, "asked after a round"
         found = {
             "long_round": float(summary.kind == LONG),
             "stopped_prompts": summary.deferred,
-            "failed_prompts": failed,
+            "failed_prompts": len(self._failed),
             "waiting_prompts": len(summary.ages),
             "oldest_waiting": max(summary.ages, default=0),
             "redraws": summary.redraws,
@@ -334,9 +403,91 @@ class TailBatchingBuffer(ReplayBuffer):
             "mean_undropped_error": summary.mean_undropped_error,
             "mean_seconds": summary.mean_seconds,
             "plain_seconds": summary.plain_seconds,
-            "reward_seconds": time.monotonic() - self._over_at,
+            "reward_seconds": self._rewarded_at - self._over_at,
         }
         return {f"training/tail_batching/{name}": value for name, value in found.items()}
+
+
+class ChunkedTailBatchingBuffer(TailBatchingBuffer):
+    """The same for a trainer that streams: it gets groups as soon as the admitter has taken them and their rewards are
+    there.  Of verl's asynchronous buffer it has what such a trainer asks for.
+
+    Between two calls of :meth:`begin`: :meth:`wait_for_sampleable` and :meth:`sample` until the batch is there, then
+    :meth:`end_step`.
+    """
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._given: set[str] = set()
+        """Uids of this step that the trainer has."""
+
+    def begin(self, version: int, fetch: Callable[[], TensorDict]) -> None:
+        self._given.clear()
+        super().begin(version, fetch)
+
+    @property
+    def is_generated(self) -> bool:
+        """Nothing of the step is under way in an engine any more; rewards may be."""
+        return self._over
+
+    def count_running(self) -> int:
+        """Responses that have not ended, as the last look saw it."""
+        return sum(map(len, self._under_way.values()))
+
+    def count_spare(self) -> int:
+        """Those of them that the batch can do without, if each of the others is one that it takes."""
+        rules, running = self._admitter.rules, self.count_running()
+        ended = len(self._under_way) * rules.num_responses - running  # while their group goes on
+        needed = (rules.num_prompts - len(self._taken)) * rules.num_responses - ended
+        return max(running - max(needed, 1), 0)
+
+    def get_sampleable_count(self, global_steps: int, partition_id: str) -> int:
+        self._look(global_steps, partition_id)
+        return len(self._list_sampleable())
+
+    def wait_for_sampleable(self, global_steps: int, partition_id: str, target_count: int) -> tuple[set[str], dict]:
+        """Until so many groups are there.
+
+        Returns:
+            uids of those that are; verl's figures of useless groups since the last call.
+        """
+        last = time.time()
+        while self.get_sampleable_count(global_steps, partition_id) < target_count:
+            last = self._wait_for_next_poll(partition_id, last)
+        return set(self._list_sampleable()), self._take_evicted()
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
+        """So many groups of those that are there.
+
+        Raises:
+            NoResponseError: all responses of these groups have failed.
+        """
+        if partition_id == "val":
+            return ReplayBuffer.sample(self, global_steps, partition_id, batch_size)
+        _, metrics = self.wait_for_sampleable(global_steps, partition_id, batch_size)
+        chosen = self._list_sampleable()[:batch_size]
+        self._given.update(chosen)
+        batch = self._materialize_batch(partition_id, chosen, dict(self.partitions[partition_id]))
+        if not batch.keys:
+            _accumulate_eviction_metrics(self._evicted, metrics, 0)
+            raise make_no_response_error(len(chosen))
+        return batch, metrics
+
+    def _list_sampleable(self) -> list[str]:
+        return [uid for uid in self._taken if uid not in self._unsettled and uid not in self._given]
+
+
+class NoResponseError(RuntimeError):
+    """Nothing of some groups can be trained on."""
+
+
+def make_no_response_error(prompts: int) -> NoResponseError:
+    return NoResponseError(f"no response to train on: all {prompts} prompts of the step have failed")
+
+
+def _get_uids(keys: Iterable[str]) -> set[str]:
+    """Of responses, by their keys, ``uid_session_index``."""
+    return {key.split("_")[0] for key in keys}
 
 
 def _collect_lengths(trajectories: Mapping[str, Mapping[str, Any]]) -> defaultdict[str, dict[int, int]]:

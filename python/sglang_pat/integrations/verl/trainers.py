@@ -16,12 +16,12 @@ import ray
 import torch
 import transfer_queue as tq
 from msgspec.structs import replace
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from ray.actor import ActorHandle
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import trainer_separate_async
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
@@ -35,12 +35,16 @@ from sglang_pat.integrations.verl import options, rewards
 from sglang_pat.integrations.verl.client import AdaptiveAsyncClient, AdaptiveClient
 from sglang_pat.integrations.verl.fields import DEGREES, expand_runs
 from sglang_pat.integrations.verl.reward_ledger import TrainerLedger
-from sglang_pat.integrations.verl.tail_batching import WHERE, TailBatchingBuffer, read_rules
+from sglang_pat.integrations.verl.tail_batching import TailBatchingBuffer, check_beside, read_rules
 from sglang_pat.messages import BeginRound, EndRound
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "sglang_pat_"
+NO_TAIL_BATCHING = (
+    "verl's own loop carries unfinished responses over there; tail batching is an option of "
+    f"{PREFIX}sync, {PREFIX}stream and {PREFIX}stream_lent"
+)
 WAITING_FILE = "tail_batching.pt"
 """In a checkpoint's folder."""
 LIMITS_FILE = "reward_limits.json"
@@ -92,15 +96,21 @@ class AdaptiveTrainer(PPOTrainer):
     """Also of engines that have GPUs of their own: what runs there is one step's."""
     _ledger: TrainerLedger | None = None
     """Of rewards with limits."""
+    _ends: TrainerLedger | None = None
+    """Of responses, with tail batching; the ledger of rewards with limits, if there are such."""
+    _tail_batching_at: str | None = None
+    """Where the options of tail batching are; None: this mode has none."""
+    _buffer_class: type[TailBatchingBuffer] = TailBatchingBuffer
+    _announces_steps = False
+    """The prompts of a step are announced to the engines."""
 
     def __init__(self, config: DictConfig) -> None:
         config = deepcopy(config)
-        mode = config.trainer.v1.trainer_mode
-        if mode != f"{PREFIX}sync" and (given := config.trainer.v1.get(mode)):
-            raise ValueError(
-                f"trainer.v1.{mode} has no option {min(given)!r}, must be left out: verl's own loop carries unfinished "
-                f"responses over there; tail batching is an option of {WHERE}"
-            )
+        mode, own = config.trainer.v1.trainer_mode, self._tail_batching_at
+        for name in config.trainer.v1:
+            if name.startswith(PREFIX) and f"trainer.v1.{name}" != own and (given := config.trainer.v1.get(name)):
+                why = f"those of this mode are in {own}" if own else NO_TAIL_BATCHING
+                raise ValueError(f"trainer.v1.{name} has no option {min(given)!r}, must be left out: {why}")
         with open_dict(config.trainer.v1):
             # verl asks for this name in several places.
             config.trainer.v1.trainer_mode = mode.removeprefix(PREFIX)
@@ -108,8 +118,10 @@ class AdaptiveTrainer(PPOTrainer):
 
     def _setup(self) -> None:
         if rewards.is_used(self.config):
-            self._ledger = TrainerLedger(rewards.read_settings(self.config).rules)
+            self._ledger = TrainerLedger(rewards.read_limit_rules(self.config))
         super()._setup()
+        if isinstance(self.replay_buffer, TailBatchingBuffer):
+            self._ends = self._ledger or TrainerLedger(rewards.read_limit_rules(self.config))
         self._figures = self._ask_totals()
 
     def on_validate_begin(self) -> None:
@@ -136,20 +148,99 @@ class AdaptiveTrainer(PPOTrainer):
         found = super()._consume_sync_metrics() | (figures.compute_metrics(steps) if steps else {})
         return found | (self._ledger.take_metrics() if self._ledger else {})
 
+    # -- prompts of a step -------------------------------------------------------------------------------
+
+    def _build_replay_buffer(self) -> ReplayBuffer:
+        """verl's, or that of tail batching."""
+        if (where := self._tail_batching_at) is None:
+            return super()._build_replay_buffer()
+        rollout, sampler = self.config.actor_rollout_ref.rollout, self.config.trainer.v1.sampler
+        groups = self.config.algorithm.get("filter_groups") or {}
+        refills = bool(sampler.get("sync_refill_failed_groups"))
+        rules = read_rules(
+            OmegaConf.select(self.config, where) or {}, where, self.config.data.train_batch_size, rollout.n,
+            filter_groups=refills or bool(groups.get("enable")),
+        )  # fmt: skip
+        if rules is None:
+            return super()._build_replay_buffer()
+        check_beside(self.config, self.trainer_mode, where, rules)
+        metric = self._resolve_filter_groups_metric()
+        most_batches = max(groups.get("max_num_gen_batches", 0), 0) if metric else 0
+        if most_batches:  # of which verl has just said that it is ignored
+            logger.warning("algorithm.filter_groups.max_num_gen_batches=%s holds with tail batching", most_batches)
+        return self._buffer_class(
+            rules, rollout.response_length, self._submit_rows, self._stop_all, self._announce_round, most_batches,
+            # With a filter a step goes on until verl has the rewards.
+            take_ends=dict if rules.filter_groups else self._take_ends, drop=self._drop_prompts,
+            trainer_mode=self.trainer_mode, trainer_config=self.config.trainer.v1.get(self.trainer_mode, {}),
+            max_off_policy_threshold=sampler.max_off_policy_threshold,
+            max_off_policy_strategy=sampler.max_off_policy_strategy, sampler_kwargs=sampler.sampler_kwargs,
+            refill_fn=self._add_prompts_to_generate, filter_groups_metric=metric, sync_refill_failed_groups=refills,
+            gen_batch_size=1,
+        )  # fmt: skip
+
+    def _submit_rows(self, rows: list[TensorDict]) -> None:
+        batch = tensordict_utils.concat_tensordict(rows)
+        tensordict_utils.assign_non_tensor_data(batch, "global_steps", self.global_steps)
+        self._submit_batch_to_rollout(batch)
+
+    def _stop_all(self) -> None:
+        """All that the engines generate."""
+        self.checkpoint_manager.abort_replicas()
+        self.checkpoint_manager.resume_generation_replicas()
+
+    def _take_ends(self) -> Mapping[str, Mapping[int, int]]:
+        assert self._ends is not None, "a step comes after the setup"
+        return self._ends.take_ends(self.global_steps)
+
+    def _drop_prompts(self, uids: set[str]) -> None:
+        assert self._ends is not None, "a step comes after the setup"
+        self._ends.drop(self.global_steps, uids)
+
+    def _add_batch_to_generate(self) -> None:
+        if isinstance(self.replay_buffer, TailBatchingBuffer):
+            return self.replay_buffer.begin(self.global_steps, self._fetch_one_gen_batch)
+        if self._announces_steps:
+            self._announce_round(self._describe_step())
+        super()._add_batch_to_generate()
+
+    def _describe_step(self) -> BeginRound:
+        """Without tail batching."""
+        rollout, buffer = self.config.actor_rollout_ref.rollout, self.replay_buffer
+        is_verls = type(buffer) in (ReplayBuffer, ReplayBufferAsync)
+        if not is_verls or buffer.filter_groups_metric or buffer.sync_refill_failed_groups:
+            return BeginRound(max_new_tokens=rollout.response_length)  # more may come
+        prompts = self.config.data.train_batch_size
+        return BeginRound.of_size(prompts, rollout.n, max_new_tokens=rollout.response_length)
+
+    # -- checkpoints -------------------------------------------------------------------------------------
+
     def _save_checkpoint(self) -> None:
-        """verl's, with what was learnt for rewards."""
+        """verl's, with what was learnt for rewards, and the prompts that wait: they have left its data loader."""
         if self._ledger:
             self._ledger.save(self._make_checkpoint_folder() / LIMITS_FILE)
+        if isinstance(self.replay_buffer, TailBatchingBuffer):
+            torch.save(self.replay_buffer.get_state(), self._make_checkpoint_folder() / WAITING_FILE)
         super()._save_checkpoint()
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
-        if not self.global_steps or not self._ledger:
+        if not self.global_steps:
             return
-        if (path := self._get_loaded_folder() / LIMITS_FILE).exists():
+        if self._ledger and (path := self._find_saved(LIMITS_FILE, "time limits of rewards are learnt anew")):
             self._ledger.load(path)
-        else:
-            logger.warning("%s is not there: time limits of rewards are learnt anew", path)
+        waiting = "prompts that waited at this checkpoint, if any, are left out"
+        if isinstance(self.replay_buffer, TailBatchingBuffer) and (path := self._find_saved(WAITING_FILE, waiting)):
+            # As verl reads its own files; this one has its rows in it, which are no tensors alone.
+            self.replay_buffer.restore(torch.load(path, weights_only=False), str(path))
+
+    def _find_saved(self, name: str, otherwise: str) -> Path | None:
+        """A file of the checkpoint from which the job goes on; none: the log says what follows."""
+        path = self._get_loaded_folder() / name
+        if path.exists():
+            return path
+        logger.warning("%s is not there: %s", path, otherwise)
+        return None
 
     def _make_checkpoint_folder(self) -> Path:
         """Of this step.  For files that are written first: verl ends with the note that a checkpoint is complete."""
@@ -213,102 +304,11 @@ def _make_degree_metrics(data: Any, differences: bool = True) -> dict[str, float
 class AdaptiveSync(AdaptiveTrainer, PPOTrainerSync):
     """Also with tail batching: ``+trainer.v1.sglang_pat_sync.tail_batching=strict`` or ``reorder``."""
 
+    _tail_batching_at = f"trainer.v1.{PREFIX}sync"
+    _announces_steps = True
+
     def get_llm_client(self) -> LLMServerClient:
         return self.llm_server_manager.get_client(client_cls=AdaptiveClient)
-
-    def _build_replay_buffer(self) -> ReplayBuffer:
-        rollout, sampler = self.config.actor_rollout_ref.rollout, self.config.trainer.v1.sampler
-        groups = self.config.algorithm.get("filter_groups") or {}
-        refills = bool(sampler.get("sync_refill_failed_groups"))
-        wanted = read_rules(
-            self.config.trainer.v1.get(f"{PREFIX}sync", {}), self.config.data.train_batch_size, rollout.n,
-            filter_groups=refills or bool(groups.get("enable")),
-        )  # fmt: skip
-        if wanted is None:
-            return super()._build_replay_buffer()
-        if wanted.unbiased and rollout.multi_turn.enable:
-            raise ValueError(
-                f"{WHERE}.unbiased is true, must be false with "
-                "actor_rollout_ref.rollout.multi_turn.enable: what stops a prompt is time then, not length"
-            )
-        own = self.config.trainer.v1.get(self.trainer_mode, {})
-        if (steps := own.get("parameter_sync_step", 1)) != 1:
-            raise ValueError(
-                f"trainer.v1.{self.trainer_mode}.parameter_sync_step is {steps}, must be 1 (or left out) with "
-                f"{WHERE}.tail_batching: a step has one batch, for one update"
-            )
-        if (custom := sampler.get("custom_sampler") or {}).get("path"):
-            raise ValueError(
-                f"trainer.v1.sampler.custom_sampler.path is {custom['path']!r}, must be left out with "
-                f"{WHERE}.tail_batching: it chooses the prompts of a step itself"
-            )
-        metric = self._resolve_filter_groups_metric()
-        if metric and (batches := groups.get("max_inflight_gen_batches", 1)) != 1:
-            raise ValueError(
-                f"algorithm.filter_groups.max_inflight_gen_batches is {batches}, must be 1 (or left out) with "
-                f"{WHERE}.tail_batching: how many prompts run at once follows from eta_prompts and from how many "
-                "groups were of use"
-            )
-        most_batches = max(groups.get("max_num_gen_batches", 0), 0) if metric else 0
-        if most_batches:  # of which verl has just said that it is ignored
-            logger.warning("algorithm.filter_groups.max_num_gen_batches=%s holds with tail batching", most_batches)
-        return TailBatchingBuffer(
-            wanted, rollout.response_length, self._submit_rows, self._stop_all, self._announce_round, most_batches,
-            # With a filter a step goes on until verl has the rewards.
-            take_ends=dict if wanted.filter_groups else self._take_ends, drop=self._drop_prompts,
-            trainer_mode=self.trainer_mode, trainer_config=own,
-            max_off_policy_threshold=sampler.max_off_policy_threshold,
-            max_off_policy_strategy=sampler.max_off_policy_strategy, sampler_kwargs=sampler.sampler_kwargs,
-            refill_fn=self._add_prompts_to_generate, filter_groups_metric=metric, sync_refill_failed_groups=refills,
-            gen_batch_size=1,
-        )  # fmt: skip
-
-    def _submit_rows(self, rows: list[TensorDict]) -> None:
-        batch = tensordict_utils.concat_tensordict(rows)
-        tensordict_utils.assign_non_tensor_data(batch, "global_steps", self.global_steps)
-        self._submit_batch_to_rollout(batch)
-
-    def _stop_all(self) -> None:
-        self.checkpoint_manager.abort_replicas()
-        self.checkpoint_manager.resume_generation_replicas()
-
-    def _take_ends(self) -> Mapping[str, Mapping[int, int]]:
-        return self._ledger.take_ends(self.global_steps) if self._ledger else {}
-
-    def _drop_prompts(self, uids: set[str]) -> None:
-        if self._ledger:
-            self._ledger.drop(self.global_steps, uids)
-
-    def _add_batch_to_generate(self) -> None:
-        if isinstance(self.replay_buffer, TailBatchingBuffer):
-            self.replay_buffer.begin(self.global_steps, self._fetch_one_gen_batch)
-        else:
-            self._announce_round(self._describe_step())
-            super()._add_batch_to_generate()
-
-    def _describe_step(self) -> BeginRound:
-        """Without tail batching."""
-        rollout, buffer = self.config.actor_rollout_ref.rollout, self.replay_buffer
-        if type(buffer) is not ReplayBuffer or buffer.filter_groups_metric or buffer.sync_refill_failed_groups:
-            return BeginRound(max_new_tokens=rollout.response_length)  # more may come
-        prompts = self.config.data.train_batch_size
-        return BeginRound.of_size(prompts, rollout.n, max_new_tokens=rollout.response_length)
-
-    def _save_checkpoint(self) -> None:
-        """verl's, with the prompts that wait: they have left its data loader already."""
-        if isinstance(self.replay_buffer, TailBatchingBuffer):
-            torch.save(self.replay_buffer.get_state(), self._make_checkpoint_folder() / WAITING_FILE)
-        super()._save_checkpoint()
-
-    def _load_checkpoint(self) -> None:
-        super()._load_checkpoint()
-        if not self.global_steps or not isinstance(self.replay_buffer, TailBatchingBuffer):
-            return
-        if not (path := self._get_loaded_folder() / WAITING_FILE).exists():
-            logger.warning("%s is not there: prompts that waited at this checkpoint, if any, are left out", path)
-            return
-        # As verl reads its own files; this one has its rows in it, which are no tensors alone.
-        self.replay_buffer.restore(torch.load(path, weights_only=False), str(path))
 
 
 @register_trainer(f"{PREFIX}colocate_async")

@@ -1,0 +1,148 @@
+"""A sample whose reward is missing, as the function failed, is no sample of verl's batch, in any trainer mode.
+
+It leaves the batch before anything is computed of it.  verl fills the batch up with rows of which no token counts, as
+for a response whose generation failed.  So the advantages of its group, the loss, its divisor by tokens, the entropy
+and the KL have nothing of it.  verl's filter of useless groups (``algorithm.filter_groups``) sees the rewards that were
+given; a group that has too few of them is replaced, as one whose generation failed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+from sglang_pat.integrations.verl import rewards
+from sglang_pat.integrations.verl.fields import MISSING
+from sglang_pat.rewards.missing import choose_rewarded
+
+METRIC = "reward/failed_masked"
+"""How many samples of a step were left out."""
+Reasons = tuple[set[str], set[str], set[str], Counter[float]]
+"""verl's, to evict groups: stale, equal and failed ones, and how often each equal reward is there."""
+
+
+def find_missing(keys: Sequence[str], partition: str) -> set[str]:
+    """Those of the responses with these keys whose reward is missing."""
+    if not keys:
+        return set()
+    data = tq.kv_batch_get(keys=list(keys), partition_id=partition, select_fields=["extra_fields"])
+    return {key for key, fields in zip(keys, data.get("extra_fields").tolist(), strict=True) if fields.get(MISSING)}
+
+
+def choose_keys(keys: Iterable[str], missing: set[str]) -> set[str]:
+    """Those that are trained on; keys are ``uid_session_index``, and all of a session have one reward."""
+    groups: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for key in keys:
+        uid, session, _ = key.rsplit("_", 2)
+        groups[uid][session].append(key)
+    kept: set[str] = set()
+    for sessions in groups.values():
+        rows = list(sessions.values())
+        if missing.isdisjoint(key for row in rows for key in row):
+            chosen = range(len(rows))
+        else:
+            chosen = choose_rewarded([missing.isdisjoint(row) for row in rows])
+        kept.update(key for index in chosen for key in rows[index])
+    return kept
+
+
+def leave_out(batch: KVBatchMeta, metrics: dict[str, Any], filler: int) -> KVBatchMeta:
+    """The batch without them; one row of which no token counts, if there is no other.
+
+    Args:
+        metrics: get :data:`METRIC`.
+        filler: token of such a row.
+    """
+    kept = choose_keys(batch.keys, find_missing(batch.keys, batch.partition_id))
+    metrics[METRIC] = len(batch) - len(kept)
+    if len(kept) == len(batch):
+        return batch
+    left_out = [key for key in batch.keys if key not in kept]
+    if not kept:
+        batch = upsample_batch_to_divisible_size(batch, len(batch) + 1, filler)
+        kept = set(batch.keys) - set(left_out)
+    rows = [(key, tag) for key, tag in zip(batch.keys, batch.tags, strict=True) if key in kept]
+    tq.kv_clear(keys=left_out, partition_id=batch.partition_id)
+    return KVBatchMeta(
+        partition_id=batch.partition_id, keys=[key for key, _ in rows], tags=[tag for _, tag in rows],
+        fields=batch.fields, extra_info=batch.extra_info,
+    )  # fmt: skip
+
+
+def check_some_left(batches: Iterable[KVBatchMeta]) -> None:
+    """Of a whole update.
+
+    Raises:
+        RuntimeError: nothing is; one line.
+    """
+    if all(tag.get("is_padding") for batch in batches for tag in batch.tags):
+        raise RuntimeError(
+            "no response of this step has a reward to train on: the reward function has failed for all of them; the "
+            "log of each reward worker says how, at its first failure"
+        )
+
+
+def judge_given(buffer: ReplayBuffer) -> None:
+    """Have a buffer's filter see only rewards that were given."""
+    find_reasons = buffer._terminal_eviction_reasons
+
+    def find_reasons_of_given(global_steps: int, partition_id: str) -> Reasons:
+        if partition_id == "val" or buffer.filter_groups_metric is None:
+            return find_reasons(global_steps, partition_id)
+        judged, all_of_them = buffer._dapo_classification_cache[partition_id], buffer.partitions[partition_id]
+        new = buffer.finished_keys[partition_id] - judged.keys()
+        keys = [key for key in all_of_them if key.partition("_")[0] in new]
+        missing = find_missing(keys, partition_id)
+        if missing:
+            rewarded = {key.partition("_")[0] for key in choose_keys(keys, missing)}
+            without = {key.partition("_")[0] for key in missing} - rewarded
+            judged.update(dict.fromkeys(without, math.nan))  # verl asks for no reward of these
+            buffer.partitions[partition_id] = {key: tag for key, tag in all_of_them.items() if key not in missing}
+        try:
+            stale, equal, failed, counts = find_reasons(global_steps, partition_id)
+        finally:
+            buffer.partitions[partition_id] = all_of_them
+        without = {uid for uid in equal if math.isnan(judged[uid])}
+        counts = Counter({reward: groups for reward, groups in counts.items() if not math.isnan(reward)})
+        return stale, equal - without, failed | without, counts
+
+    buffer._terminal_eviction_reasons = find_reasons_of_given
+
+
+def _judge_given_after(setup: Callable[[PPOTrainer], None]) -> Callable[[PPOTrainer], None]:
+    @functools.wraps(setup)
+    def set_up(self: PPOTrainer) -> None:
+        if rewards.is_used(self.config):
+            judge_given(self.replay_buffer)
+        setup(self)
+
+    return set_up
+
+
+def _leave_out_before(balance: Callable[..., KVBatchMeta]) -> Callable[..., KVBatchMeta]:
+    """verl's step comes to this with what it has sampled."""
+
+    @functools.wraps(balance)
+    def balance_given(self: PPOTrainer, batch: KVBatchMeta, metrics: dict[str, Any], **named: Any) -> KVBatchMeta:
+        if rewards.is_used(self.config):
+            batch = leave_out(batch, metrics, self.tokenizer.eos_token_id)
+            if not self._has_chunks:
+                check_some_left([batch])
+        return balance(self, batch, metrics, **named)
+
+    return balance_given
+
+
+PPOTrainer._has_chunks = False
+"""Whether an update has several batches, of which some may have nothing to train on."""
+PPOTrainer._setup = _judge_given_after(PPOTrainer._setup)
+PPOTrainer._balance_batch = _leave_out_before(PPOTrainer._balance_batch)

@@ -1,0 +1,58 @@
+"""In verl's agent workers, under any reward manager: the ledger hears that a response has ended when it has ended, a
+stopped one gets no reward, and a sample says of itself if its reward is missing.
+
+verl's worker asks for the reward of each response, and writes the response when it has it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from omegaconf import DictConfig
+from ray.actor import ActorHandle
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, AgentLoopWorker
+
+from sglang_pat.integrations.verl import reward_ledger, rewards, tail_batching
+from sglang_pat.integrations.verl.fields import MISSING, was_stopped
+
+_ledgers: WeakKeyDictionary[AgentLoopWorker, ActorHandle | None] = WeakKeyDictionary()
+"""Of each worker of this process; None: its job has none."""
+
+Compute = Callable[[AgentLoopWorker, list[AgentLoopOutput], dict[str, Any]], Awaitable[None]]
+
+
+def _tell(compute: Compute) -> Compute:
+    @functools.wraps(compute)
+    async def compute_score(self: AgentLoopWorker, outputs: list[AgentLoopOutput], kwargs: dict[str, Any]) -> None:
+        if self not in _ledgers:
+            _ledgers[self] = _connect(self.config)
+        if (ledger := _ledgers[self]) is None or "session_id" not in kwargs:
+            return await compute(self, outputs, kwargs)
+        last = outputs[-1]
+        if was_stopped(last.extra_fields):
+            ledger.add_figures.remote({"stopped": 1})
+            metric = rewards.get_filter_metric(self.config)  # verl's filter wants it of all
+            info = {metric: 0.0} if metric else {}
+            last.reward_score, last.extra_fields["reward_extra_info"] = 0.0, info | {MISSING: True}
+        else:
+            tokens = sum(len(output.response_ids) for output in outputs)
+            prompt = int(kwargs["global_steps"]), str(kwargs["uid"])
+            ledger.note_end.remote(prompt, int(kwargs["session_id"]), tokens)
+            await compute(self, outputs, kwargs)
+        if last.extra_fields.get("reward_extra_info", {}).pop(MISSING, False):
+            for output in outputs:
+                output.extra_fields[MISSING] = True
+
+    return compute_score
+
+
+def _connect(config: DictConfig) -> ActorHandle | None:
+    if rewards.is_used(config) or tail_batching.is_used(config):
+        return reward_ledger.connect(rewards.read_limit_rules(config))
+    return None
+
+
+AgentLoopWorker._compute_score = _tell(AgentLoopWorker._compute_score)

@@ -1,0 +1,15 @@
+"""What a group is worth in which rewards are missing, as their function failed: one rule, in every framework."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def choose_rewarded(has_reward: Sequence[bool]) -> list[int]:
+    """Indexes of a group's samples that are trained on.
+
+    One without a reward is not: nobody knows what it is worth.  The others are compared with each other alone.  One of
+    several that is left alone has nothing to be compared with, and is left out, too.
+    """
+    given = [index for index, has in enumerate(has_reward) if has]
+    return given if len(given) > 1 or len(has_reward) == 1 else []
