@@ -20,7 +20,7 @@ from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.predict.cost import SwitchCosts, build_predictors
 from sglang_pat.predict.predictor import Predictor
-from sglang_pat.predict.profile import Profile, load
+from sglang_pat.predict.profile import Profile, describe_thinness, load
 from sglang_pat.tools.commands import Parser, UsageError, run
 from studies.shapes import NAMED, Shape, parse_shape
 from studies.simulate import SPACING, Batch, Drain, Run, SimulatedReports, describe_queueing, find_best_run
@@ -73,15 +73,12 @@ class Machine:
         return Drain(self.predictor, self.costs, self.profile.fingerprint, batch, spacing)
 
     def make_policy(self, name: str):
-        """The policy called ``name``, ``threshold`` with its number after a colon."""
+        """The policy called ``name``, ``threshold`` with its number after a colon.
+
+        It knows of no bound on the requests of a replica, since none waits here, however many there are.
+        """
         kind, _, number = name.partition(":")
-        return make_policy(
-            kind,
-            switch_at=int(number or 8),
-            predictor=self.predictor,
-            costs=self.costs,
-            max_running=self.profile.fingerprint.max_running,
-        )
+        return make_policy(kind, switch_at=int(number or 8), predictor=self.predictor, costs=self.costs)
 
 
 def check_policy(name: str, degrees: tuple[int, ...]) -> None:
@@ -225,6 +222,8 @@ def main(argv: list[str] | None = None) -> int:
     found = (describe_queueing(machine.profile.fingerprint, batch) for batch in workload.make_batches())
     if warning := next(filter(None, found), None):
         console.print(f"[yellow]note:[/] the batch {warning}", soft_wrap=True)
+    if thin := describe_thinness(machine.profile):
+        console.print(f"[yellow]note:[/] {args.profile} is {thin}", soft_wrap=True)
     title = (
         f"{Path(args.profile).stem} ({machine.profile.kind}), {shape.name}, limit {shape.limit}, batch {args.batch} in "
         f"groups of {args.group}, ρ={args.rho}, prompt {args.prompt}, {args.rounds} rounds, seed {args.seed}"

@@ -1,9 +1,12 @@
 """A draining batch, step by step, on the step times of a profile.
 
-All requests start together.  In every layout request i is on replica i mod R: so they are sent at the start (round
-robin), and so they stay when tp is raised, since replicas merge whole.  (When tp is lowered the engine spreads them by
-tokens; here they go back where they were.)  What a layout takes for an interval of token steps does therefore not
-depend on what was before, which makes the oracle's dynamic programming exact.
+All requests start together and are dealt to the replicas in turn: request i is on replica i mod R.  So it stays when
+tp is raised, since replicas merge whole.  When tp is lowered, those that are left are dealt anew.  (The engine does so
+by tokens, each replica's to its own parts: the same where one replica had them all.)
+
+For schedules, and so for the oracle, requests go back where they were when tp is lowered.  What a layout takes for an
+interval of token steps then does not depend on what was before, which makes the dynamic programming exact.  An oracle
+that deals anew would choose the moments at which chance parts the long responses.
 
 Between two switches replicas run independently; a switch comes at one token index for all, so the fast ones wait for
 the slowest.  In an engine they would be further on: adaptive policies are slightly understated, static layouts exact.
@@ -79,35 +82,42 @@ class Drain:
         ends = np.unique(np.concatenate([grid[grid < longest], batch.length]))
         self.points = _thin_out(ends, spacing, grid)
         self._ends, self._inside = ends, np.searchsorted(ends, self.points)
-        self._elapsed = self.compute_elapsed(predictor)
+        self._predictor = predictor
+        self._elapsed: dict[tuple[int, int], np.ndarray] = {}
         self._costs: dict[tuple[int, int, int], float] = {}
 
-    def compute_elapsed(self, predictor: StepPredictor) -> dict[int, np.ndarray]:
-        """Seconds of each replica from the start to each point, by degree, ``[replicas, points]``."""
-        return {tp: self._compute_elapsed_in(predictor, tp, self._ends)[:, self._inside] for tp in self.degrees}
-
-    def _compute_elapsed_in(self, predictor: StepPredictor, tp: int, ends: np.ndarray) -> np.ndarray:
-        """Seconds of each replica from the start to each of ``ends``, ``[replicas, ends]``."""
+    def compute_elapsed(self, predictor: StepPredictor, tp: int, dealt: int = 0) -> np.ndarray:
+        """Seconds of each replica from point number ``dealt``, where requests were dealt, to each point from there on,
+        ``[replicas, points - dealt]``."""
         replicas = self.fingerprint.num_ranks // tp
-        replica = np.arange(len(self.batch.length)) % replicas
-        last = np.searchsorted(ends, self.batch.length)  # it runs in the intervals before this end
+        ends = self._ends[self._inside[dealt] :]
+        running = self.list_running(dealt)
+        replica = np.arange(len(running)) % replicas
+        last = np.searchsorted(ends, self.batch.length[running])  # it runs in the intervals before this end
         number = _sum_running(replica, last, np.ones(len(last)), replicas, len(ends))
-        prompts = _sum_running(replica, last, self.batch.prompt, replicas, len(ends))
+        prompts = _sum_running(replica, last, self.batch.prompt[running], replicas, len(ends))
         # Step times are linear in tokens between knots, so the middle step stands for the interval.
         middle = (ends[:-1] + ends[1:] - 1) / 2
         active = np.broadcast_to((number > 0).sum(axis=0), number.shape)
         step = predictor.step_seconds(tp, number, prompts + number * middle, np.maximum(active, 1))
         seconds = np.where(number > 0, step, 0.0) * np.diff(ends)
-        return np.concatenate([np.zeros((replicas, 1)), np.cumsum(seconds, axis=1)], axis=1)
+        elapsed = np.concatenate([np.zeros((replicas, 1)), np.cumsum(seconds, axis=1)], axis=1)
+        return elapsed[:, self._inside[dealt:] - self._inside[dealt]]
 
-    def seconds(self, tp: int, start: int) -> np.ndarray:
-        """From point number ``start`` to each point from there on, in one layout, ``[points - start]``."""
-        elapsed = self._elapsed[tp]
-        return (elapsed[:, start:] - elapsed[:, start : start + 1]).max(axis=0)
+    def elapsed(self, tp: int, dealt: int = 0) -> np.ndarray:
+        """As :meth:`compute_elapsed` has it, in truth."""
+        if (tp, dealt) not in self._elapsed:
+            self._elapsed[tp, dealt] = self.compute_elapsed(self._predictor, tp, dealt)
+        return self._elapsed[tp, dealt]
 
-    def compute_spent(self, tp: int, start: int, end: int) -> np.ndarray:
-        """Seconds of each replica between two points, in one layout, ``[replicas]``."""
-        return self._elapsed[tp][:, end] - self._elapsed[tp][:, start]
+    def seconds(self, tp: int, start: int, dealt: int = 0) -> np.ndarray:
+        """From point number ``start`` to each point from there on, in one layout, ``[points - start]``.
+
+        Args:
+            dealt: point number, at most ``start``, at which requests were dealt to the replicas.
+        """
+        elapsed = self.elapsed(tp, dealt)[:, start - dealt :]
+        return (elapsed - elapsed[:, :1]).max(axis=0)
 
     def switch_seconds(self, point: int, from_tp: int, to_tp: int) -> float:
         """Pause of a switch at a point, as the profile's costs have it."""
@@ -129,10 +139,10 @@ class Drain:
         """Time with given switches: (point, tp) in order, from the base layout."""
         changes = dict(schedule)
 
-        def decide(point: int, now: float, tp: int, last_switch: float) -> int:
+        def decide(point: int, now: float, tp: int, last_switch: float, dealt: int) -> int:
             return changes.get(point, tp)
 
-        return self._drive(decide)
+        return self._drive(decide, deals=False)
 
     def run_policy(
         self, policy: Policy, history: LengthHistory, complete: bool = False, reports: SimulatedReports | None = None
@@ -147,23 +157,23 @@ class Drain:
         reported = switches = 0
         steps = reports.begin(self) if reports is not None else None
 
-        def decide(point: int, now: float, tp: int, last_switch: float) -> int:
+        def decide(point: int, now: float, tp: int, last_switch: float, dealt: int) -> int:
             nonlocal reported, switches
             while self.batch.length[order[reported]] <= self.points[point]:
                 request = order[reported]
                 self._learn(history, request)
                 reported += 1
-            seen = self.make_snapshot(point, now, tp, last_switch, complete)
+            seen = replace(self.make_snapshot(point, now, tp, last_switch, complete, dealt), switches=switches)
             if reports is not None and steps is not None:
-                steps(point, now, tp)
+                steps(point, now, tp, dealt)
                 factors, lengths = reports.factors, seen.load.prompt + seen.load.output
                 doubts = factors.compute_uncertainty(tp, seen.num_ranks, lengths)
-                seen = replace(seen, switches=switches, factors=factors.get_factors(), doubts=doubts)
+                seen = replace(seen, factors=factors.get_factors(), doubts=doubts)
             wanted = policy(seen, history).tp
             switches += wanted != tp
             return wanted
 
-        run = self._drive(decide)
+        run = self._drive(decide, deals=True)
         for request in order[reported:]:
             self._learn(history, request)
         if reports is not None:
@@ -175,11 +185,18 @@ class Drain:
         history.observe(length, int(self.batch.family[request]), finished=length < self.batch.limit)
 
     def make_snapshot(
-        self, point: int, now: float, tp: int, last_switch: float = float("-inf"), complete: bool = False
+        self,
+        point: int,
+        now: float,
+        tp: int,
+        last_switch: float = float("-inf"),
+        complete: bool = False,
+        dealt: int = 0,
     ) -> Snapshot:
         """What an engine's policy would see at a point."""
         running = self.list_running(point)
         number = len(running)
+        place = np.searchsorted(self.list_running(dealt), running)
         return Snapshot(
             now=now,
             tp=tp,
@@ -195,23 +212,25 @@ class Drain:
                 output=np.full(number, max(self.points[point], 1)),  # prefill is over: each has its first token
                 limit=np.full(number, self.batch.limit),
                 family=self.batch.family[running],
-                replica=running % (self.fingerprint.num_ranks // tp),
+                replica=place % (self.fingerprint.num_ranks // tp),
             ),
         )
 
-    def _drive(self, decide: Callable[[int, float, int, float], int]) -> Run:
-        """``decide``: the degree to be in, for (point, now, degree in force, end of the last switch)."""
-        tp, begun, since, last_switch = self.degrees[0], 0.0, 0, float("-inf")
+    def _drive(self, decide: Callable[[int, float, int, float, int], int], deals: bool) -> Run:
+        """``decide``: the degree to be in, for (point, now, degree in force, end of the last switch, last deal);
+        ``deals``: lowering tp deals requests anew."""
+        tp, begun, since, last_switch, dealt = self.degrees[0], 0.0, 0, float("-inf"), 0
         elapsed = self.seconds(tp, 0)
         run = Run(seconds=0.0)
         for point in range(len(self.points) - 1):
             now = begun + float(elapsed[point - since])
-            wanted = decide(point, now, tp, last_switch)
+            wanted = decide(point, now, tp, last_switch, dealt)
             if wanted != tp:
                 pause = self.switch_seconds(point, tp, wanted)
                 run.switches.append((int(self.points[point]), tp, wanted, pause))
                 begun = last_switch = now + pause
-                tp, since, elapsed = wanted, point, self.seconds(wanted, point)
+                dealt = point if deals and wanted < tp else dealt
+                tp, since, elapsed = wanted, point, self.seconds(wanted, point, dealt)
         run.seconds = begun + float(elapsed[-1])
         return run
 
@@ -332,17 +351,22 @@ class SimulatedReports:
             turns.append(turn)
         self.factors.calibrate(turns, self.clock)
 
-    def begin(self, drain: Drain) -> Callable[[int, float, int], None]:
-        """A round: a function of (point, seconds, degree since the point before) to be called at each point."""
-        predicted, before = drain.compute_elapsed(self._believed), 0
-        prompt, length = drain.batch.prompt, drain.batch.length
+    def begin(self, drain: Drain) -> Callable[[int, float, int, int], None]:
+        """A round: a function of (point, seconds, degree since the point before, last deal) to be called at each
+        point."""
+        predicted, before = dict[tuple[int, int], np.ndarray](), 0
 
-        def reach(point: int, now: float, tp: int) -> None:
+        def reach(point: int, now: float, tp: int, dealt: int) -> None:
             nonlocal before
-            measured = drain.compute_spent(tp, before, point)
-            expected = predicted[tp][:, point] - predicted[tp][:, before]
+            if (tp, dealt) not in predicted:
+                predicted[tp, dealt] = drain.compute_elapsed(self._believed, tp, dealt)
+            measured, expected = (
+                elapsed[:, point - dealt] - elapsed[:, before - dealt]
+                for elapsed in (drain.elapsed(tp, dealt), predicted[tp, dealt])
+            )
             start, end = int(drain.points[before]), int(drain.points[point])
-            steps = end - start
+            steps, dealt_to = end - start, drain.list_running(dealt)
+            prompt, length = drain.batch.prompt[dealt_to], drain.batch.length[dealt_to]
             replica = np.arange(len(length)) % len(measured)
             made = np.clip(length, start, end) - start  # by each request
             requests = np.bincount(replica, made, len(measured))

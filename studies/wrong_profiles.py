@@ -33,6 +33,7 @@ KINDS: dict[str, Callable[[float, float], float]] = {
     "context": lambda batch, context: context,
     "ctwist": lambda batch, context: 2 * context - 1,
     "middle": lambda batch, context: 1 - 2 * abs(2 * batch - 1),  # which no power of the batch has
+    "points": lambda batch, context: 1.0,  # times a normal number, drawn for each point by itself
 }
 """By what part of its layout's error a step is off.  ``batch``, ``context``: the place of their logarithm between the
 least (0) and the greatest (1) of the profile."""
@@ -78,17 +79,20 @@ class Cell:
 
 
 @cache
-def _machine(path: str, error: str = "layout", off: tuple[float, ...] = ()) -> Machine:
-    """``off``: error of the step times of each degree."""
+def _machine(path: str, error: str = "layout", off: tuple[float, ...] = (), seed: int = 0) -> Machine:
+    """``off``: error of the step times of each degree; ``seed``: of the noise at each point."""
     profile = load(path if error in KINDS else error)
     by_degree = dict(zip(profile.fingerprint.degrees, off, strict=False)) if error in KINDS else {}
     batches, contexts = ([getattr(p, name) for p in profile.decode] for name in ("batch", "context"))
+
+    random = np.random.default_rng(seed)
 
     def seconds(point: DecodePoint) -> float:
         part = KINDS.get(error, KINDS["layout"])(
             _compute_place(point.batch, batches), _compute_place(point.context, contexts)
         )
-        return point.seconds * (1 + by_degree.get(point.tp, 0.0) * part)
+        part *= random.normal() if error == "points" else 1.0
+        return point.seconds * max(1 + by_degree.get(point.tp, 0.0) * part, 0.3)
 
     decode = (msgspec.structs.replace(point, seconds=seconds(point)) for point in profile.decode)
     return Machine(msgspec.structs.replace(profile, decode=tuple(decode)))
@@ -109,7 +113,7 @@ def study(task: Task) -> Cell | None:
         return None
     degrees = right.profile.fingerprint.degrees
     factors = _make_factors(task, len(degrees))
-    wrong = _machine(task.path, task.error, tuple(factor - 1 for factor in factors))
+    wrong = _machine(task.path, task.error, tuple(factor - 1 for factor in factors), zlib.crc32(_name(task)))
     if not set(degrees) <= set(wrong.profile.fingerprint.degrees):
         return None
     names = ["survival", "survival" + AS_IS]
@@ -130,8 +134,12 @@ def study(task: Task) -> Cell | None:
 
 def _make_factors(task: Task, degrees: int) -> tuple[float, ...]:
     mixed = [signs for signs in itertools.product((-1, 1), repeat=degrees) if len(set(signs)) > 1]
-    name = f"{Path(task.path).stem} {task.shape} {task.rho} {task.batch} {task.seed}"
-    return tuple(1 + sign * task.wrong for sign in mixed[zlib.crc32(name.encode()) % len(mixed)])
+    return tuple(1 + sign * task.wrong for sign in mixed[zlib.crc32(_name(task)) % len(mixed)])
+
+
+def _name(task: Task) -> bytes:
+    """Of a cell, for what is drawn for it."""
+    return f"{Path(task.path).stem} {task.shape} {task.rho} {task.batch} {task.seed}".encode()
 
 
 def format_table(cells: Sequence[Cell], wrong: float) -> Table:

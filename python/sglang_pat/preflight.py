@@ -21,9 +21,11 @@ from sglang_pat.cpu import shim
 from sglang_pat.fixes import jit
 from sglang_pat.launch import contract
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.memory.advice import format_advice
 from sglang_pat.memory.machine import Supply, measure_cpu_memory, measure_gpu_memory
-from sglang_pat.memory.plan import MemoryPlan, format_advice, make_default_demand, make_plan
+from sglang_pat.memory.plan import MemoryPlan, make_default_demand, make_plan
 from sglang_pat.memory.shapes import ModelShape, read_config
+from sglang_pat.predict.profile import Profile, load
 from sglang_pat.rewards.sandbox import make_sandbox
 from sglang_pat.version import SGLANG_VERSIONS, __version__
 
@@ -130,6 +132,17 @@ def plan_memory(args: argparse.Namespace) -> MemoryPlan:
     return make_plan(make_default_demand(shape, base, supply, args.max_total_tokens), supply)
 
 
+def _read_profile(path: str | None, base: ParallelLayout) -> Profile | None:
+    """Of an engine that starts in ``base``; None without a path."""
+    if path is None:
+        return None
+    profile = load(path, complete=True)
+    found = ParallelLayout(profile.fingerprint.base_tp, profile.fingerprint.num_ranks // profile.fingerprint.base_tp)
+    if found != base:
+        raise ValueError(f"--pat-profile {path} is of {found}, not of {base}: give another, or other --tp and --dp")
+    return profile
+
+
 def _measure_memory_here(ranks: int) -> Supply:
     """Of this machine's GPUs that the ranks would have, the one that has least; without CUDA its memory."""
     import torch
@@ -163,13 +176,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gpus", help="e.g. 8x80GB (default: those here, else the CPU)")
     parser.add_argument("--dtype", default="auto", help="as the server's (default auto)")
     parser.add_argument("--max-total-tokens", type=int, help="as the server's (default: what fits)")
+    parser.add_argument("--pat-profile", metavar="FILE", help="as the server's: a better --tp is then found by it, too")
     args = parser.parse_args(argv)
     if args.model_path is None:
         return report()
     try:
         plan = plan_memory(args)
         print(plan.format_table())
-        if line := format_advice(plan):
+        if line := format_advice(plan, _read_profile(args.pat_profile, plan.demand.base)):
             print(f"  {line}")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

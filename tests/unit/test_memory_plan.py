@@ -7,11 +7,14 @@ import json
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from sglang_pat import preflight
 from sglang_pat.layout import ParallelLayout, list_candidate_layouts
+from sglang_pat.memory.advice import find_better_base, format_advice
 from sglang_pat.memory.machine import GIB, Supply, measure_gpu_memory
 from sglang_pat.memory.plan import (
     CPU_TOKENS,
@@ -21,12 +24,12 @@ from sglang_pat.memory.plan import (
     DoesNotFit,
     compute_max_tokens,
     count_needed_bytes,
-    format_advice,
     make_default_demand,
     make_plan,
 )  # fmt: skip
 from sglang_pat.memory.shapes import Mixture, ModelShape, read_config
-from studies.modelled import MIXTURE_ROOM
+from sglang_pat.predict.profile import save
+from studies.modelled import A3B, H100, MIXTURE_ROOM, build
 
 from .drawn import examples
 
@@ -180,11 +183,49 @@ def test_what_is_given_stays():
 
 
 def test_a_layout_with_hardly_any_room_is_advised_against():
-    there = supply("cuda", 80)
-    assert "a degree above --tp 1 has more room" in (
-        format_advice(make_plan(demand("qwen2.5-32b", 1, 8, there), there)) or ""
+    there, small = supply("cuda", 80), supply("cuda", 40)
+    assert "the longest request of this model has 131,072: a degree above --tp 1 has more room" in (
+        format_advice(make_plan(demand("llama-3.1-8b", 1, 8, small), small)) or ""
     )
     assert format_advice(make_plan(demand("llama-3.1-8b", 1, 8, there), there)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "better"),
+    [
+        ("qwen3-30b-a3b", 1, 4), ("qwen3-30b-a3b", 2, None), ("qwen3-30b-a3b", 4, None), ("qwen2.5-32b", 1, 4),
+        ("qwen2.5-7b", 1, None), ("llama-3.1-8b", 2, None), ("mixtral-8x7b", 2, 4),
+    ],
+)  # fmt: skip
+def test_a_low_base_that_leaves_little_room_is_named(name, tp, better):
+    """The weights of the base bound KV in every layout: which degree to take instead."""
+    there = supply("cuda", 80)
+    plan = make_plan(demand(name, tp, 8 // tp, there), there)
+    found = find_better_base(plan)
+    assert (found and found.layout.tp) == better
+    line = format_advice(plan) or ""
+    assert (f"--tp {better} --dp {8 // (better or 1)} has room for" in line) == (
+        better is not None
+    ) and "\n" not in line
+
+
+def test_a_low_base_on_a_profile():
+    """Where full replicas are hardly faster with more room, nothing is said; else how much faster they are."""
+    there = supply("cuda", 80)
+    plan = make_plan(demand("qwen3-30b-a3b", 1, 8, there), there)
+    profile = build(H100, A3B, 1, ("a test",), False)
+    found = find_better_base(plan, profile)
+    assert found and found.layout.tp == 4 and 1.5 < found.speed < 4
+    assert f"{found.speed:.1f} times as fast" in (format_advice(plan, profile) or "")
+    flat = (msgspec.structs.replace(point, seconds=1e-3 * point.batch) for point in profile.decode)
+    assert find_better_base(plan, msgspec.structs.replace(profile, decode=tuple(flat))) is None
+
+
+def test_nobody_is_told_where_the_room_is_not_ours_to_choose():
+    there = supply("cuda", 80)
+    assert find_better_base(make_plan(demand("qwen3-30b-a3b", 1, 8, there, tokens=20_000), there)) is None
+    machine = supply("cpu", 800)
+    assert format_advice(make_plan(demand("qwen3-30b-a3b", 1, 8, machine), machine)) is None
 
 
 SIZES = [field.name for field in dataclasses.fields(Mixture)]
@@ -304,3 +345,17 @@ def test_models_that_cannot_be_read(tmp_path):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match="not (JSON|a JSON object)"):
             read_config(str(tmp_path))
+
+
+def test_preflight_says_it_once(tmp_path, capsys):
+    """By the plan, and by a profile; one of another layout is refused."""
+    (tmp_path / "config.json").write_text((CONFIGS / "qwen3-30b-a3b.json").read_text())
+    save(build(H100, A3B, 1, ("a test",), False), tmp_path / "tp1.json")
+    save(build(H100, A3B, 2, ("a test",), False), tmp_path / "tp2.json")
+    asked = ["--model-path", str(tmp_path), "--gpus", "8x80GB", "--dtype", "bfloat16", "--dp", "8"]
+    assert preflight.main(asked) == 0
+    assert capsys.readouterr().out.count("--tp 4 --dp 2 has room for 6.4 times as many: take it") == 1
+    assert preflight.main([*asked, "--pat-profile", str(tmp_path / "tp1.json")]) == 0
+    assert capsys.readouterr().out.count("times as fast when full (by the profile): take it") == 1
+    assert preflight.main([*asked, "--pat-profile", str(tmp_path / "tp2.json")]) == 1
+    assert "tp2.json is of tp2×dp4, not of tp1×dp8" in capsys.readouterr().err

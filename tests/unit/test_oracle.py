@@ -66,6 +66,7 @@ def test_no_policy_is_better(found, seed, requests, sigma):
     best = find_best_run(case)
     predictor, costs = machine(found)
     for name in ("survival", "pat", "threshold", "manual"):
-        policy = make_policy(name, switch_at=4, predictor=predictor, costs=costs)
-        assert case.run_policy(policy, LengthHistory()).seconds >= best.seconds * (1 - 1e-12), name
+        run = case.run_policy(make_policy(name, switch_at=4, predictor=predictor, costs=costs), LengthHistory())
+        if all(before < after for _, before, after, _ in run.switches):  # else requests were dealt anew
+            assert run.seconds >= best.seconds * (1 - 1e-12), name
     assert best.seconds <= case.run_static(1).seconds * (1 + 1e-12)

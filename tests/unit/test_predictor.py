@@ -86,11 +86,33 @@ CROOKED = Predictor(profile(decode=decode_points(crooked, BATCHES, CONTEXTS)))
 @given(st.lists(st.floats(1e-4, 1.0), min_size=25, max_size=25), st.floats(0.5, 40), st.floats(1, 3e5))
 def test_agrees_on_measurements_that_neither_rise_nor_fall(seconds, batch, tokens):
     lookup = dict(zip([(b, c) for b in BATCHES for c in CONTEXTS], seconds, strict=True))
-    points = decode_points(lambda tp, replicas, b, c: lookup[b, c], BATCHES, CONTEXTS, layouts=((2, 2),))
     curves = table(lambda tp, replicas, b, c: lookup[b, c])
-    got = Predictor(profile(decode=points)).step_seconds(2, batch, tokens)
+    surface = Surface((b, x, s) for b, curve in curves.items() for x, s in curve)
+    got = float(surface(np.asarray(batch), np.asarray(tokens)))
     assert got == pytest.approx(slow(curves, batch, tokens), rel=1e-9, abs=1e-15)
     assert got >= 0
+
+
+@examples(50)
+@given(st.lists(st.floats(1e-4, 1.0), min_size=25, max_size=25))
+def test_more_work_never_takes_less_time(seconds):
+    """Whatever was measured.  Where it falls, the times in question lie between the least and the most of them."""
+    lookup = dict(zip([(b, c) for b in BATCHES for c in CONTEXTS], seconds, strict=True))
+    points = decode_points(lambda tp, replicas, b, c: lookup[b, c], BATCHES, CONTEXTS, layouts=((2, 2),))
+    found = Predictor(profile(decode=points))
+    times = np.array([[found.step_seconds(2, b, b * c) for c in CONTEXTS] for b in BATCHES])
+    assert (np.diff(times, axis=0) >= -1e-12).all() and (np.diff(times, axis=1) >= -1e-12).all()
+    assert min(seconds) * 0.99 <= times.min() and times.max() <= max(seconds) * 1.01
+
+
+def test_noise_of_single_points_is_smoothed():
+    """20% at each point by itself: less than 15% are left."""
+    random = np.random.default_rng(0)
+    noise = {(tp, b, c): random.normal() for tp in (1, 2, 4) for b in BATCHES for c in CONTEXTS}
+    noisy = decode_points(lambda tp, r, b, c: linear(tp, r, b, c) * np.exp(0.2 * noise[tp, b, c]), BATCHES, CONTEXTS)
+    found = Predictor(profile(decode=noisy))
+    off = [found.step_seconds(tp, b, b * c) / linear(tp, 4 // tp, b, c) for tp, b, c in noise]
+    assert np.std(np.log(off)) < 0.15 and 0.9 < np.std(list(noise.values())) < 1.1
 
 
 def test_beyond_the_grid():

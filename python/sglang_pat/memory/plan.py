@@ -272,7 +272,7 @@ def _refusal(demand: Demand, supply: Supply) -> str:
         )
     given = "" if demand.tokens is None else f" --max-total-tokens {demand.tokens}"
     need = format_size(count_needed_bytes(demand, supply, demand.tokens or MIN_TOKENS, demand.count_activation_bytes()))
-    line = f"{_format_flags(demand.base)}{given} needs {need}, {supply.owner} {format_size(supply.free)} free"
+    line = f"{format_flags(demand.base)}{given} needs {need}, {supply.owner} {format_size(supply.free)} free"
     if most >= MIN_TOKENS:
         return f"{line}; --max-total-tokens {most} would fit"
     for layout in list_candidate_layouts(demand.base)[1:]:
@@ -282,25 +282,12 @@ def _refusal(demand: Demand, supply: Supply) -> str:
             demand.shape.find_reason_against_degree(layout.tp) is None
             and compute_max_tokens(other, supply) >= MIN_TOKENS
         ):
-            return f"{line}; {_format_flags(layout)} would fit"
+            return f"{line}; {format_flags(layout)} would fit"
     return f"{line}; no higher degree fits: take a smaller model or a larger machine"
 
 
-def format_advice(plan: MemoryPlan) -> str | None:
-    """One line if a request as long as the model takes does not fit into a replica of a GPU engine.
-
-    Not on a CPU, where the plan takes less than it could.
-    """
-    base, longest = plan.demand.base, plan.demand.shape.context
-    if plan.supply.kind == "cpu" or base.dp == 1 or plan.tokens >= longest:
-        return None
-    return (
-        f"a replica has room for {plan.tokens:,} KV tokens, the longest request of this model has {longest:,}: "
-        f"a degree above --tp {base.tp} has more room"
-    )
-
-
-def _format_flags(layout: ParallelLayout) -> str:
+def format_flags(layout: ParallelLayout) -> str:
+    """As a user gives it."""
     return f"--tp {layout.tp} --dp {layout.dp}"
 
 

@@ -38,14 +38,15 @@ LOWER = 0.5
 """To lower tp must gain this share of the switch's cost on top: a wrong estimate costs the way back as well.  Asked of
 raising it too, it loses more than it saves."""
 
-TIRED = (1, 1, 2, 25)
-"""So many times the least gain is asked of the first, second, third and any further switch of a round."""
+TIRED = (1, 1, 2, 2, 4, 25)
+"""So many times the least gain is asked of the first, second, … and any further switch of a round.  The fourth is no
+dearer than the third, so that what the third did can be taken back."""
 
 UNKNOWN = 0.06
 """A layout is unknown while the logarithm of its factor beside the present one's has a larger standard deviation."""
 
 SETTLED = 0.04
-"""Above it a layout that was just entered is not left within :data:`~rules.SETTLE_SECONDS`: some reports are needed."""
+"""Above it a layout that was just entered is not left within :data:`.rules.SETTLE_SECONDS`: some reports are needed."""
 
 TRIED_AFTER = 2
 """Switches of a round after which no layout is tried out any more."""

@@ -6,10 +6,11 @@ replicas that was measured.  :class:`StepPredictor` is what a policy asks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
+from scipy.optimize import isotonic_regression
 
 from sglang_pat.predict.profile import DecodePoint, PrefillPoint, Profile, ProfileError
 
@@ -17,6 +18,9 @@ Number = float | int | np.ndarray
 
 Value = TypeVar("Value", float, Number)
 """Scalars give a float; if any argument is an array, so is the answer."""
+
+MONOTONE_ROUNDS = 50
+"""Of alternating projections, at most; what is left after them is less than a percent."""
 
 HAIR = 1e-14
 """Some tens of times the rounding of a float."""
@@ -149,8 +153,9 @@ class _Degree:
 class Predictor:
     """Step and prefill times of one replica, as functions of its load.
 
-    What happens between and beyond measured points is said in :class:`Surface`.  All
-    calls broadcast over arrays and loop over nothing longer than the measured numbers of replicas.
+    More requests, or longer ones, never take less time: where that was measured it is noise (:func:`_make_monotone`).
+    What happens between and beyond measured points is said in :class:`Surface`.  All calls broadcast over arrays and
+    loop over nothing longer than the measured numbers of replicas.
 
     Raises:
         ProfileError: the profile has no decode times, or a call names a degree it does not have.
@@ -158,9 +163,8 @@ class Predictor:
 
     def __init__(self, profile: Profile) -> None:
         self.num_ranks = profile.fingerprint.num_ranks
-        self._decode = _make_degree_surfaces((point, point.batch * point.context) for point in profile.decode)
-        # At equal length, prefill work is linear in the batch; at equal aggregate tokens it would not be.
-        self._prefill = _make_degree_surfaces((point, point.length) for point in profile.prefill)
+        self._decode = _make_degree_surfaces(profile.decode)
+        self._prefill = _make_degree_surfaces(profile.prefill)
         if not self._decode:
             raise ProfileError("the profile has no decode times; make one with python -m profiler.sweep")
 
@@ -203,12 +207,45 @@ class Predictor:
         return float(seconds) if np.ndim(seconds) == 0 else seconds
 
 
-def _make_degree_surfaces(points: Iterable[tuple[DecodePoint | PrefillPoint, float]]) -> dict[int, _Degree]:
-    """``points``: with the x of each."""
-    grouped: dict[int, list[tuple[int, float, float, float]]] = {}
-    for point, x in points:
-        grouped.setdefault(point.tp, []).append((point.replicas, point.batch, x, point.seconds))
-    return {tp: _Degree(rows) for tp, rows in grouped.items()}
+def _make_degree_surfaces(points: Sequence[DecodePoint] | Sequence[PrefillPoint]) -> dict[int, _Degree]:
+    grouped: dict[tuple[int, int], list[tuple[int, int, float]]] = {}
+    for point in points:
+        length = point.context if isinstance(point, DecodePoint) else point.length
+        grouped.setdefault((point.tp, point.replicas), []).append((point.batch, length, point.seconds))
+    # At equal length, prefill work is linear in the batch; at equal aggregate tokens it would not be.
+    aggregate = bool(points) and isinstance(points[0], DecodePoint)
+    rows: dict[int, list[tuple[int, float, float, float]]] = {}
+    for (tp, replicas), found in grouped.items():
+        for (batch, length, _), seconds in zip(found, _make_monotone(found), strict=True):
+            rows.setdefault(tp, []).append((replicas, batch, batch * length if aggregate else length, seconds))
+    return {tp: _Degree(each) for tp, each in rows.items()}
+
+
+def _make_monotone(points: Sequence[tuple[int, int, float]]) -> list[float]:
+    """Seconds of ``(batch, length, seconds)`` so that more requests, or longer ones, never take less time.
+
+    What is measured less is noise: the nearest such times, by least squares of their logarithms (isotonic regression,
+    by Dykstra's alternating projections on the two orders).  Times that rise already stay as they are.
+    """
+    batches, lengths, seconds = (np.array(column, dtype=float) for column in zip(*points, strict=True))
+    lines = [
+        [np.flatnonzero(key == value)[np.argsort(other[key == value], kind="stable")] for value in np.unique(key)]
+        for key, other in ((batches, lengths), (lengths, batches))
+    ]
+    logs, off = np.log(seconds), [np.zeros(len(seconds)) for _ in lines]
+    for _ in range(MONOTONE_ROUNDS):
+        before = logs
+        for order, each in enumerate(lines):
+            wanted = logs + off[order]
+            logs = wanted.copy()
+            for line in each:
+                logs[line] = isotonic_regression(wanted[line]).x
+            off[order] = wanted - logs
+        if np.abs(logs - before).max() < 1e-6:
+            break
+    for line in (line for each in lines for line in each):  # what the rounds have left of it
+        logs[line] = np.maximum.accumulate(logs[line])
+    return np.where(np.abs(np.log(seconds) - logs) < 1e-9, seconds, np.exp(logs)).tolist()
 
 
 def _get_degree(table: dict[int, _Degree], what: str, tp: int) -> _Degree:
