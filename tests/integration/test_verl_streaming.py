@@ -131,7 +131,7 @@ def test_tail_batching_chooses_the_prompts_that_are_streamed(verl_job, own_modul
         _, _, samples = torch.load(verl_stream_jobs.get_path(number), weights_only=False)
         assert not any(map(was_stopped, samples["extra_fields"])) and len(samples) == 4 * BATCH
         trained += sorted(samples["index"])[::4]
-    long = [index for index in range(24) if verl_stream_jobs.takes_long(index)]
+    long = [index for index in range(24) if verl_stream_jobs.TailAgent.takes_long(index)]
     assert trained == [index for index in range(24) if index not in long] + long
     compare_with_verl(verl_job, flat, streamed, common)
 
@@ -164,12 +164,13 @@ def test_all_of_it_goes_on_from_a_checkpoint(verl_job, own_modules, flat, tmp_pa
     steps, trained = [*begun.steps, *gone_on.steps], list[int]()
     for number, step in enumerate(steps, 1):
         assert step["test/left"] > 0 and 0.2 <= step["training/stream/switched_at"] <= FIRST / BATCH
-        assert step["training/tail_batching/stopped_prompts"] >= 1
+        if not step["training/tail_batching/long_round"]:
+            assert step["training/tail_batching/stopped_prompts"] >= 1
         _, _, samples = torch.load(verl_stream_jobs.get_path(number), weights_only=False)
         assert len(samples) == 4 * BATCH and not any(map(was_stopped, samples["extra_fields"]))
         trained += sorted(samples["index"])[::4]
     assert len({*trained}) == 3 * BATCH, "none twice, also not after the restart"
-    assert all(map(verl_stream_jobs.is_useful, trained)) and not any(map(verl_stream_jobs.takes_very_long, trained))
+    assert all(map(verl_stream_jobs.is_useful, trained))
     own = verl_job(*SWITCHING, *COMMON, *reference, "trainer.v1.trainer_mode=replayed_sync")
     for name in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm"):
         assert [step[name] for step in steps] == pytest.approx(own.series(name), rel=1e-4, abs=1e-6), name

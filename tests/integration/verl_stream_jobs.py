@@ -76,9 +76,11 @@ class GatedAgent(SingleTurnAgentLoop):
 class TailAgent(GatedAgent):
     """Also, each third prompt goes on until it is stopped, but in a round for such prompts."""
 
+    takes_long = staticmethod(lambda index: index % 3 == 2)
+
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         step = int(kwargs["global_steps"])
-        if takes_long(int(kwargs["index"])) and not await ray.get_actor(GATE).is_long.remote(step):
+        if self.takes_long(int(kwargs["index"])) and not await ray.get_actor(GATE).is_long.remote(step):
             while True:
                 output = await SingleTurnAgentLoop.run(self, sampling_params, **kwargs)
                 if was_stopped(output.extra_fields):
@@ -86,26 +88,15 @@ class TailAgent(GatedAgent):
         return await super().run(sampling_params, **kwargs)
 
 
-class RareTailAgent(GatedAgent):
-    """Also, a few prompts go on until they are stopped, whatever the round; useless prompts wait for nothing."""
+class RareTailAgent(TailAgent):
+    """Fewer prompts go on, and useless ones wait for nothing."""
+
+    takes_long = staticmethod(lambda index: index % 12 == 5)
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        index = int(kwargs["index"])
-        while takes_very_long(index):
-            output = await SingleTurnAgentLoop.run(self, sampling_params, **kwargs)
-            if was_stopped(output.extra_fields):
-                return output
-        if not is_useful(index):
-            return await SingleTurnAgentLoop.run(self, sampling_params, **kwargs)
-        return await super().run(sampling_params, **kwargs)
-
-
-def takes_long(index: int) -> bool:
-    return index % 3 == 2
-
-
-def takes_very_long(index: int) -> bool:
-    return index % 12 == 5
+        if is_useful(index := int(kwargs["index"])) or self.takes_long(index):
+            return await super().run(sampling_params, **kwargs)
+        return await SingleTurnAgentLoop.run(self, sampling_params, **kwargs)
 
 
 def is_useful(index: int) -> bool:
