@@ -48,8 +48,7 @@ from sglang_pat.rollout.rounds import make_announcement
 from sglang_pat.rollout.rules import Rules
 from sglang_pat.rollout.state import LONG
 
-MODE = "sglang_pat_sync"
-WHERE = f"trainer.v1.{MODE}"
+WHERE = "trainer.v1.sglang_pat_sync"
 OPTIONS = {"tail_batching", "eta_prompts", "max_deferrals", "unbiased"}
 """Of :data:`WHERE`."""
 MODES = ("strict", "reorder")
@@ -59,9 +58,9 @@ POLL_SECONDS = 0.5
 
 
 def is_used(config: DictConfig) -> bool:
-    """Whether a job asks for it, as far as can be told without its rules."""
+    """Whether a job asks for it, in the options of its trainer mode."""
     version = config.trainer.v1
-    return version.trainer_mode == MODE and version.get(MODE, {}).get("tail_batching") in MODES
+    return (version.get(version.trainer_mode) or {}).get("tail_batching") in MODES
 
 
 def read_rules(

@@ -92,6 +92,8 @@ class AdaptiveTrainer(PPOTrainer):
     """Also of engines that have GPUs of their own: what runs there is one step's."""
     _ledger: TrainerLedger | None = None
     """Of rewards with limits."""
+    _ends: TrainerLedger | None = None
+    """Of responses that have ended, with tail batching; the same one, if there are rewards with limits."""
 
     def __init__(self, config: DictConfig) -> None:
         config = deepcopy(config)
@@ -109,6 +111,8 @@ class AdaptiveTrainer(PPOTrainer):
     def _setup(self) -> None:
         if rewards.is_used(self.config):
             self._ledger = TrainerLedger(rewards.read_limit_rules(self.config))
+        if isinstance(self.replay_buffer, TailBatchingBuffer):
+            self._ends = self._ledger or TrainerLedger(rewards.read_limit_rules(self.config))
         super()._setup()
         self._figures = self._ask_totals()
 
@@ -212,14 +216,6 @@ def _make_degree_metrics(data: Any, differences: bool = True) -> dict[str, float
 @register_trainer(f"{PREFIX}sync")
 class AdaptiveSync(AdaptiveTrainer, PPOTrainerSync):
     """Also with tail batching: ``+trainer.v1.sglang_pat_sync.tail_batching=strict`` or ``reorder``."""
-
-    _ends: TrainerLedger | None = None
-    """Of responses, with tail batching; the ledger of rewards with limits, if there are such."""
-
-    def _setup(self) -> None:
-        super()._setup()
-        if isinstance(self.replay_buffer, TailBatchingBuffer):
-            self._ends = self._ledger or TrainerLedger(rewards.read_limit_rules(self.config))
 
     def get_llm_client(self) -> LLMServerClient:
         return self.llm_server_manager.get_client(client_cls=AdaptiveClient)
