@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?= --quick
 # Tests run in so many processes side by side; engine tests in two at most.
 WORKERS ?= 2
-STUDIES := policies starts tail_batching bias lending rl_step
+STUDIES := policies starts gains tail_batching bias lending rl_step
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -43,6 +43,8 @@ $(VENV)/.sglang_pat_requirements: $(SOURCES) | $(PY)
 
 $(VENV)/.sglang_pat_setup: $(VENV)/.sglang_pat_requirements $(EXTENSION)
 	$(PIP) --no-build-isolation --no-deps -e .
+	echo "import sglang_pat.cpu.shim; sglang_pat.cpu.shim.mend_torchvision()" > \
+		"$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision_on_cpu.pth"
 	touch $@
 
 test: setup

@@ -1,6 +1,6 @@
 """Draw pictures of ``docs/img`` from the tables of the pages, so that page and picture show the same run.
 
-    python bench/_redraw.py [layouts] [switch] [tail_batching] [rl_step] [verl_step]
+    python bench/_redraw.py [layouts] [switch] [tail_batching] [rl_step] [verl_step] [learning] [lending]
 
 Put new figures into the table first.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -206,8 +206,86 @@ def verl_step() -> Path:
     return draw(rows, IMAGES / "verl_step.png")
 
 
+# -- learning -------------------------------------------------------------------------------------------------
+
+Shares = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+"""By way: shares of the problems held out that are right before and after, one a seed."""
+
+
+def learning() -> Path:
+    """The table of ``learning.md``."""
+    (rows,) = tables(RESULTS / "learning.md", "way", "held out before", "after", "mean of the curve")
+    shares = {
+        row["way"].strip("`"): tuple(list(map(number, row[part].split(", "))) for part in ("held out before", "after"))
+        for row in rows
+    }
+    return draw_learning(shares, IMAGES / "learning.png")  # pyright: ignore[reportArgumentType]
+
+
+def draw_learning(shares: Shares, path: Path) -> Path:
+    """A line a way, a dot a seed; shaded: between the seeds of ``plain``."""
+    figure, (axes,) = pictures.make_panels(1, width=8.0, height=3.9)
+    if "plain" in shares:
+        after = shares["plain"][1]
+        axes.axvspan(min(after), max(after), color=pictures.GRID, zorder=0, label="after, seeds of plain")
+    for place, (before, after) in enumerate(shares.values()):
+        only_once = {} if place else {"label": "before"}, {} if place else {"label": "after, one seed"}
+        axes.plot(before, [place] * len(before), "o", color=pictures.FAINT, markersize=7, **only_once[0])
+        axes.plot(after, [place] * len(after), "o", color=pictures.OURS, markersize=9, alpha=0.8, **only_once[1])
+    axes.set_yticks(range(len(shares)), list(shares), fontsize=11)
+    axes.set_ylim(len(shares) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    pictures.set_labels(axes, "share of right answers to problems that are never trained", "")
+    figure.legend(fontsize=10, frameon=False, loc="outside lower left", ncols=3)
+    pictures.set_figure_title(figure, format_learning(shares))
+    return pictures.save(figure, path)
+
+
+def format_learning(shares: Shares) -> str:
+    before = pictures.format_span(share for part, _ in shares.values() for share in part)
+    after = pictures.format_span(sum(part) / len(part) for _, part in shares.values())
+    return f"After the same problems {after} of those held out are right, whichever way was used; {before} before"
+
+
+# -- ranks that are lent --------------------------------------------------------------------------------------
+
+
+def lending() -> Path:
+    """What a step took in each way, from the table of ``training.md``."""
+    (rows,) = tables(RESULTS / "training.md", "way", "step, s", "fastest and slowest", "training hidden")
+    figure, (axes,) = pictures.make_panels(1, width=8.0, height=2.7)
+    for place, row in enumerate(rows):
+        fastest, slowest = map(number, row["fastest and slowest"].split(" to "))
+        axes.plot([fastest, slowest], [place, place], color=pictures.STEEL, linewidth=5, solid_capstyle="butt")
+        axes.plot(number(row["step, s"]), place, "o", color=pictures.OURS, markersize=11)
+        said = f"{row['step, s']} s"
+        axes.annotate(said, (number(row["step, s"]), place), xytext=(0, 9), textcoords="offset points", ha="center",
+                      fontsize=10.5, color=pictures.LINE)  # fmt: skip
+    axes.set_yticks(range(len(rows)), [row["way"] for row in rows], fontsize=11)
+    axes.set_ylim(len(rows) - 0.5, -0.6)
+    axes.set_xlim(left=0)
+    axes.grid(axis="y", visible=False)
+    pictures.set_labels(axes, "seconds of a step: median of 12, from the fastest to the slowest", "")
+    pictures.set_figure_title(figure, format_lending(rows))
+    pictures.set_footer(figure, "GRPO on two CPU cores, small steps; drawn from a table of docs/results/training.md")
+    return pictures.save(figure, IMAGES / "lending.png")
+
+
+def format_lending(rows: Sequence[Mapping[str, str]]) -> str:
+    """What lending gains, beside what steps of one way differ by."""
+    seconds = [number(row["step, s"]) for row in rows]
+    fastest, slowest = map(number, rows[0]["fastest and slowest"].split(" to "))
+    gain, noise = seconds[0] - min(seconds), slowest - fastest
+    what = "less than" if gain < noise else "more than"
+    return (
+        f"On two cores a lent rank saves {gain:.2f} s of a step of {seconds[0]:.2f} s: {what} the {noise:.2f} s "
+        "by which steps without lending differ"
+    ).replace(" s ", "\N{NO-BREAK SPACE}s ")
+
+
 DRAWN = {
     "layouts": layouts, "switch": switch, "tail_batching": tail_batching, "rl_step": rl_step, "verl_step": verl_step,
+    "learning": learning, "lending": lending,
 }  # fmt: skip
 
 

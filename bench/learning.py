@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import mean
 
 import _bench
+import _redraw
 import msgspec
 import numpy as np
 from rich.console import Console
@@ -24,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from examples.grpo.picture import Results
 from examples.grpo.train import RULES
 from sglang_pat import files
-from sglang_pat.tools import pictures
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = "--steps 4 --prompts 8 --responses 8 --held-out 32 --every 2 --warm-up 20".split()
@@ -113,56 +113,10 @@ def _compute_thrown(results: Results) -> float:
 
 
 def draw(path: Path, found: Found) -> Path:
-    """Reward over responses and over time, and the lengths of what was returned."""
-    figure, (samples, time, lengths) = pictures.make_panels(3)
-    grid = make_grid(found)
-    plain = found.get("plain", {})
-    if len(plain) > 1:
-        curves = [np.interp(grid, *make_curve(one)) for one in plain.values()]
-        band = np.min(curves, axis=0), np.max(curves, axis=0)
-        samples.fill_between(grid, *band, color=pictures.GRID, label="plain, all seeds")
-    for (way, runs), color in zip(found.items(), pictures.SERIES, strict=False):
-        of = list(runs.values())
-        samples.plot(grid, make_mean_curve(of, grid), color=color, label=way, linewidth=1.4)
-        minutes = [mean(np.interp(x, *_list_times(one)) for one in of) for x in grid]
-        time.plot(minutes, make_mean_curve(of, grid), color=color, label=way, linewidth=1.4)
-        means = [mean(row.lengths) for one in of for row in one.rows]
-        steps = [row.samples for one in of for row in one.rows]
-        edges = [0.0, *grid]
-        binned = [
-            mean(value for value, at in zip(means, steps, strict=True) if low < at <= high)
-            for low, high in zip(edges, grid, strict=False)
-        ]
-        lengths.plot(grid, binned, color=color, label=way, linewidth=1.4)
-    samples.legend(fontsize=8, frameon=False)
-    pictures.set_labels(samples, "responses trained", "mean reward, held out")
-    pictures.set_labels(time, "minutes", "mean reward, held out")
-    pictures.set_labels(lengths, "responses trained", "tokens of a returned response")
-    for axes in (samples, time):
-        axes.set_ylim(bottom=0)
-    pictures.set_panel_title(samples, "Over responses", 44)
-    pictures.set_panel_title(time, "Over time", 44)
-    pictures.set_panel_title(lengths, "What was returned", 44)
-    pictures.set_figure_title(figure, make_title(found))
-    return pictures.save(figure, path)
-
-
-def _list_times(results: Results) -> tuple[list[int], list[float]]:
-    """(responses trained, minutes) of each step."""
-    return [0, *(row.samples for row in results.rows)], [0.0, *(row.seconds / 60 for row in results.rows)]
-
-
-def make_title(found: Found) -> str:
-    """Whether the ways learn alike, and how long they take."""
-    seeds = max(len(runs) for runs in found.values())
-    after = {way: mean(one.after for one in runs.values()) for way, runs in found.items()}
-    minutes = {way: mean(one.rows[-1].seconds / 60 for one in runs.values()) for way, runs in found.items()}
-    fastest = min(minutes, key=lambda way: minutes[way])
-    return (
-        f"After the same problems, {pictures.format_span(after.values())} of those held out are right, whichever way "
-        f"({seeds} seed{'s' * (seeds > 1)}); {fastest} took {minutes[fastest]:.1f} minutes, the slowest "
-        f"{max(minutes.values()):.1f}"
-    )
+    return _redraw.draw_learning(
+        {way: ([one.before for one in runs.values()], [one.after for one in runs.values()])
+         for way, runs in found.items()}, path
+    )  # fmt: skip
 
 
 def main() -> int:

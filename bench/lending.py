@@ -1,10 +1,9 @@
 """Is a training step faster if a rank is lent while its round drains?  The example of GRPO, three ways in turn.
 
-    python bench/lending.py [--quick] [--rounds N] [--model FOLDER --task NAME] [--picture FILE] [--json FILE]
+    python bench/lending.py [--quick] [--rounds N] [--model FOLDER --task NAME] [--json FILE]
 
 ``never`` trains after the round, ``policy`` asks the engine's policy, ``always`` lends at the first milestone and takes
-back when the round is over.  The rate of learning is so small that all steps are alike.  The picture has the last
-step in which a rank was lent, of ``policy`` if there is one.
+back when the round is over.  The rate of learning is so small that all steps are alike.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from examples.grpo import countdown, gym
 from examples.grpo.__main__ import MODELS
-from examples.grpo.picture import Results, draw_step
 from examples.grpo.policy import warm_up
 from examples.grpo.train import Row, Run, Trainer, start_engine
 from sglang_pat.policies.lending import FIRST_MILESTONE, Move
@@ -93,7 +91,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, help="steps of each way (default: 7, with --quick 2)")
     parser.add_argument("--model", default="", metavar="FOLDER", help="as of examples.grpo")
     parser.add_argument("--task", default="", metavar="NAME")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="of a step in which a rank was lent")
     args = parser.parse_args(argv)
     about = _bench.about()
     rounds = args.rounds or (2 if args.quick else 7)
@@ -103,8 +100,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = run(trainer, rounds)
         finally:
             trainer.engine.shutdown()
-        if args.picture:
-            draw_step(args.picture, Results(run=trainer.run, before=0.0, rows=found["always"] + found["policy"]))
     show(Console(width=150), found)
     rows = {way: [{"parts": row.parts, "lengths": row.lengths} for row in rows] for way, rows in found.items()}
     _bench.write(args.json, machine=about, rows=rows)

@@ -31,7 +31,7 @@ for package in \
   typing-inspection openai anthropic httpx2 httpcore2 truststore opentelemetry-api jiter distro sniffio \
   docstring_parser dill gguf soundfile pybase64 compressed-tensors loguru watchfiles openai-harmony IPython \
   ipython-pygments-lexers traitlets decorator stack-data executing asttokens pure_eval prompt_toolkit wcwidth jedi \
-  parso matplotlib-inline pexpect ptyprocess cffi pycparser einops quack-kernels cuda-tile; do
+  parso matplotlib-inline pexpect ptyprocess cffi pycparser einops quack-kernels cuda-tile py-spy; do
   echo "  $package"
   pins=(-c "$root/requirements/cpu.txt" -c "$root/requirements/sglang.txt")
   [[ $package != *==* ]] || pins=()

@@ -25,7 +25,7 @@ import numpy as np
 from profiler.validate import VALIDATION, LayoutComparison, Validation
 from sglang_pat import files
 from sglang_pat.predict.predictor import Predictor
-from sglang_pat.predict.profile import DecodePoint, Profile, load
+from sglang_pat.predict.profile import DecodePoint, Profile, describe_thinness, load
 from sglang_pat.tools.commands import Parser, UsageError, check_output_folder, run
 
 
@@ -84,6 +84,7 @@ def format_page(profile: Profile, between: LayoutComparison | None) -> str:
     shown = base64.b64encode(draw_picture(profile, between)).decode()
     parts = [
         f"<h1>Profile of {html.escape(mark.model)}</h1>",
+        f"<p><b>This is {thin}.</b></p>" if (thin := describe_thinness(profile)) else "",
         "" if profile.complete else "<p><b>An interrupted sweep: some points are missing.</b></p>",
         f'<img alt="step times" src="data:image/png;base64,{shown}">',
         "<p>Dots are measured, lines predicted: requests are spread evenly over the replicas of each layout. Hollow "

@@ -20,7 +20,7 @@ class Rig:
     """One adaptive engine with policy ``manual``.
 
     Attributes:
-        engine: :class:`sglang_pat.Engine`.
+        engine: :class:`~sglang_pat.server.engine.Engine`.
         temperature: of the sampling; 0 is greedy.
         layouts: lowest degree first.
         tp: degree in force.

@@ -27,7 +27,14 @@ from profiler.store import Store, check_asked, check_same, load_existing
 from profiler.windows import WINDOWS
 from sglang_pat import removed
 from sglang_pat.predict.cost import build_predictors
-from sglang_pat.predict.profile import DecodePoint, PrefillPoint, Profile, ProfileError, SwitchSample
+from sglang_pat.predict.profile import (
+    DecodePoint,
+    PrefillPoint,
+    Profile,
+    ProfileError,
+    SwitchSample,
+    describe_thinness,
+)
 from sglang_pat.tools import console
 from sglang_pat.tools.commands import Parser, UsageError, run
 from sglang_pat.tools.console import Speaker
@@ -81,7 +88,6 @@ def parse_budget(text: str) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    began = time.monotonic()
     options = parse(argv)
     found, asked = load_existing(options.out), grids.format_axes(options.axes)
     if found is not None:
@@ -94,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     with speaker.show_waiting("starting the engine"):
         engine = launch.start(args)
     try:
-        return launch.run(engine, lambda: measure_all(engine, options, found, asked, speaker, began))
+        return launch.run(engine, lambda: measure_all(engine, options, found, asked, speaker))
     except KeyboardInterrupt:
         kept = f": what was measured is in {options.out}; the same command goes on" if options.out.exists() else ""
         speaker.say(f"interrupted{kept}")
@@ -104,10 +110,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def measure_all(
-    engine: Any, options: argparse.Namespace, found: Profile | None, asked: str, speaker: Speaker, began: float
+    engine: Any, options: argparse.Namespace, found: Profile | None, asked: str, speaker: Speaker
 ) -> int:
-    """The command once the engine runs; ``found``: the profile to go on with, ``asked``: the canonical ``--grid``,
-    ``began``: monotonic seconds."""
+    """The command once the engine runs; ``found``: the profile to go on with, ``asked``: the canonical ``--grid``."""
     rig = Rig(engine, TEMPERATURE)
     await rig.connect()
     fingerprint = engine.get_fingerprint()
@@ -115,7 +120,7 @@ async def measure_all(
     if found is None:
         grid = grids.resolve(options.axes, limits).as_lists()
         found = Profile(fingerprint=fingerprint, grid=grid, machine={"grid": asked})
-    sweep = Sweep(rig, Store(options.out, found), limits, options.budget, speaker, began)
+    sweep = Sweep(rig, Store(options.out, found), limits, options.budget, speaker, time.monotonic())
     if found.complete and sweep.done == sweep.total:
         speaker.say(f"{options.out} is complete: {sweep.done} points; nothing to do")
         return 0
@@ -132,11 +137,12 @@ async def measure_all(
         speaker.say(f"{options.out}: not enough was measured ({error}); the same command goes on")
         return 1
     sweep.store.change(complete=True)
-    others = float(profile.machine["others_share"])
+    profile, others = sweep.store.profile, float(profile.machine["others_share"])
     speaker.say(
         f"{options.out}: {len(profile.decode)} decode, {len(profile.prefill)} prefill points, "
         f"{len(profile.switches)} switches in {clock(sweep.spent)}"
         + (f"; {sweep.left_out} points left out, a larger --budget adds them" if sweep.left_out else "")
+        + (f"; {thin}" if (thin := describe_thinness(profile)) else "")
         + (f"; other programs took {others:.0%} of the cores" if others > 0.1 else "")
     )
     return 0
@@ -160,7 +166,7 @@ class Sweep:
 
     Args:
         budget: seconds in all, of this session and those before.
-        began: monotonic seconds at which the session began; the start of the engine counts.
+        began: monotonic seconds at which the session began to measure.
 
     Raises:
         UsageError: the grid has too many points.
@@ -216,7 +222,12 @@ class Sweep:
                 if share >= LEAST_SHARE:
                     await self._measure(point, share, share)
         others, failed = round(meter.share(), 3), len(self.notes)
-        left = {"left_out": self.left_out, "failed": failed, "spent_seconds": round(self.spent, 1)}
+        left = {
+            "points": self.total,
+            "left_out": self.left_out,
+            "failed": failed,
+            "spent_seconds": round(self.spent, 1),
+        }
         store.change(machine=store.profile.machine | {"others_share": others} | left)
 
     async def _warm_up(self) -> None:

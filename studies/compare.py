@@ -20,7 +20,7 @@ from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.predict.cost import SwitchCosts, build_predictors
 from sglang_pat.predict.predictor import Predictor
-from sglang_pat.predict.profile import Profile, load
+from sglang_pat.predict.profile import Profile, describe_thinness, load
 from sglang_pat.tools.commands import Parser, UsageError, run
 from studies.shapes import NAMED, Shape, parse_shape
 from studies.simulate import SPACING, Batch, Drain, Run, SimulatedReports, describe_queueing, find_best_run
@@ -225,6 +225,8 @@ def main(argv: list[str] | None = None) -> int:
     found = (describe_queueing(machine.profile.fingerprint, batch) for batch in workload.make_batches())
     if warning := next(filter(None, found), None):
         console.print(f"[yellow]note:[/] the batch {warning}", soft_wrap=True)
+    if thin := describe_thinness(machine.profile):
+        console.print(f"[yellow]note:[/] {args.profile} is {thin}", soft_wrap=True)
     title = (
         f"{Path(args.profile).stem} ({machine.profile.kind}), {shape.name}, limit {shape.limit}, batch {args.batch} in "
         f"groups of {args.group}, ρ={args.rho}, prompt {args.prompt}, {args.rounds} rounds, seed {args.seed}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import permutations
 from pathlib import Path
@@ -232,17 +232,23 @@ MIXTRAL = ModelSize(
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A GPU's peaks from its data sheet: bytes a second of memory and of its link one way, bf16 operations a second."""
+    """A GPU's peaks from its data sheet: bytes of memory, bytes a second of it and of its link one way, bf16 operations
+    a second (dense).  ``tokens_per_gpu``: room for KV that the reference profiles count with."""
 
     name: str
+    memory: float
     memory_rate: float
     flops: float
     link_rate: float
-    tokens_per_gpu: int
+    tokens_per_gpu: int = 131072
 
 
-A40 = Machine(name="NVIDIA A40 48GB", memory_rate=696e9, flops=149.7e12, link_rate=25e9, tokens_per_gpu=131072)
-H100 = Machine(name="NVIDIA H100 80GB SXM", memory_rate=3.35e12, flops=989e12, link_rate=450e9, tokens_per_gpu=262144)
+A40 = Machine(name="NVIDIA A40 48GB", memory=48e9, memory_rate=696e9, flops=149.7e12, link_rate=25e9)
+L40S = Machine(name="NVIDIA L40S 48GB", memory=48e9, memory_rate=864e9, flops=362e12, link_rate=25e9)
+"""PCIe 4.0 ×16 as the A40 has, and no NVLink."""
+H100 = Machine(
+    name="NVIDIA H100 80GB SXM", memory=80e9, memory_rate=3.35e12, flops=989e12, link_rate=450e9, tokens_per_gpu=262144
+)
 
 FIG4 = ((2, 1, 15.37e-3), (8, 1, 9.64e-3), (2, 32, 24.41e-3), (8, 128, 30.87e-3))
 """PAT Fig. 4 on 8×A40: (tp, requests of a replica, step seconds); its batch of 128 is 32 a replica at TP2."""
@@ -296,6 +302,11 @@ def fit_a40_llama() -> Roofline:
 @cache
 def make_h100(model: ModelSize) -> Roofline:
     """The A40's shares of peak at the H100's peaks; the fixed time of a layer from PAT's 24K generation."""
+    return fit_h100(model, make_deepscaler_lengths(H100_GENERATION[1]))
+
+
+def fit_h100(model: ModelSize, lengths: np.ndarray) -> Roofline:
+    """The same, if PAT's generation had these lengths."""
     a40, (tp, cap, seconds) = fit_a40_llama(), H100_GENERATION
 
     def roofline(size: ModelSize, layer_seconds: float) -> Roofline:
@@ -309,8 +320,23 @@ def make_h100(model: ModelSize) -> Roofline:
             layer_seconds=layer_seconds,
         )
 
-    free = roofline(LLAMA, 0.0).generation_seconds(tp, make_deepscaler_lengths(cap), RANKS // tp)
+    free = roofline(LLAMA, 0.0).generation_seconds(tp, lengths, RANKS // tp)
     return roofline(model, (seconds - free) / (cap * LLAMA.layers))
+
+
+def make_times(machine: Machine, model: ModelSize) -> Roofline:
+    """Of a model that has no published times on a machine.
+
+    The A40's numbers are those of Llama-3.1-8B there: rates and the time of a hop are the machine's, and the fixed time
+    of a layer is taken for every model.  The L40S has its own peaks, and the A40's shares of them, link and fixed time.
+    """
+    if machine is H100:
+        return make_h100(model)
+    a40 = fit_a40_llama()
+    return replace(
+        a40, model=model, read_rate=a40.read_rate / A40.memory_rate * machine.memory_rate, flops=machine.flops,
+        reduce_rate=a40.reduce_rate / A40.link_rate * machine.link_rate,
+    )  # fmt: skip
 
 
 A40_SOURCES = (
@@ -477,16 +503,18 @@ def build(
     pat_costs: bool,
     times: Roofline | None = None,
     axes: tuple[Sequence[int], Sequence[int]] | None = None,
+    room: dict[int, int] | None = None,
 ) -> Profile:
     """One reference profile, with PAT's switch costs or with those of this package's exchange.
 
     Args:
         times: of the steps; None for the machine's.
         axes: batches and contexts; None for those of the files.
+        room: KV tokens of a replica by degree; None for that of the files.
     """
     times = times or (fit_a40_llama() if machine is A40 else make_h100(model))
     batches, contexts = axes or (MIXTURE_BATCHES if model.experts else BATCHES, CONTEXTS)
-    room = count_room(machine, model, base_tp)
+    room = room or count_room(machine, model, base_tp)
     degrees = tuple(room)
     grid = [
         (tp, RANKS // tp, batch, context)

@@ -242,13 +242,20 @@ def main(argv: list[str] | None = None) -> int:
     )
     settings = pat_settings.list_settings(2 if args.quick else 8)
     console.print(pat_settings.format_table(settings))
+    throughputs = pat_settings.list_throughputs(2 if args.quick else 8)
+    console.print(pat_settings.format_throughputs(throughputs))
     if args.image:
         from studies.policies_picture import draw
 
         draw([asdict(cell) for cell in cells], args.image)
         console.print(f"wrote {args.image}")
     if args.json:
-        values = {"totals": totals, "cells": [asdict(c) for c in cells], "pat_settings": settings}
+        values = {
+            "totals": totals,
+            "cells": [asdict(c) for c in cells],
+            "pat_settings": settings,
+            "pat_throughputs": throughputs,
+        }
         args.json.write_text(json.dumps(values, indent=1) + "\n")
     return 0
 

@@ -1,18 +1,18 @@
 """A training step by stage, with one technique after the other, in RollPacker's settings (its Table 2).
 
-    python -m studies.rl_step [--quick] [--jobs N] [--seed N] [--json FILE] [--png FILE]
+    python -m studies.rl_step [--quick] [--jobs N] [--seeds N] [--json FILE] [--png FILE]
 
 Rows are cumulative:
 
 - ``plain``: prompts as they come, one layout; then all rewards; then all training;
 - ``tail batching``: the admitter's strict mode, η = 1.25 for prompts and responses;
 - ``rewards``: beside the rollout, with adaptive time limits (:mod:`sglang_pat.rewards.limits`);
-- ``adaptive TP``: the layout changes in the round, and a round starts where it is best (``survival``);
-- ``stream``: gradients are accumulated, group by group as rewards come, and half of the ranks are lent to the trainer
-  in the round (``policies/lending.py``).
+- ``adaptive TP``: each node changes its layout in the round, and starts it where it is best (``survival``);
+- ``stream``: gradients are accumulated, group by group as rewards come, and half of a node's ranks are lent to the
+  trainer in the round (``policies/lending.py``).
 
-A node's share of the batch on modelled profiles (:mod:`studies.rounds`); lengths, rewards and training as below.  No
-machine matters; the same seeds give the same figures.
+All nodes of a setting, on modelled profiles (:mod:`studies.rounds`); lengths, rewards and training as below.  Several
+seeds, since a step depends on which responses reach the cap.  No machine matters; the same seeds give the same figures.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,7 +38,8 @@ from sglang_pat.predict.profile import load
 from sglang_pat.rewards.limits import CaseRun, LimitRules, TimeLimits
 from sglang_pat.rollout.records import SampleId
 from sglang_pat.rollout.rules import Rules
-from sglang_pat.tools.commands import Parser, run
+from sglang_pat.tools import pictures
+from sglang_pat.tools.commands import Parser, UsageError, run
 from studies import PROFILES, step_picture
 from studies.rounds import Engines, Round, Simulation
 from studies.shapes import parse_shape
@@ -57,6 +59,9 @@ PARAMETERS = {"7B, 8K": 7.6, "14B, 16K": 14.8, "32B, 32K": 32.8}
 """Thousand millions."""
 TRAINING_SHARE, MEASURED = 22 / 71, SETTINGS[1]
 """Seconds of training over seconds of a plain rollout, of the 14B (Table 1)."""
+STEPS, SEEDS = 10, 4
+"""Steps that count, after some that fill the queue; so many times, with other lengths and rewards."""
+QUICK_STEPS, QUICK_SEEDS = 3, 1
 SETUP = 2.0
 """Seconds between a lending and the first token that is trained.  A guess."""
 
@@ -115,8 +120,9 @@ class Stages:
     while other rewards come, so only the time in which they have nothing to train counts as waiting.
 
     Attributes:
-        hidden: training done during the rollout, in seconds on all ranks; ``lent``: seconds in which ranks were lent.
-        tokens: trained in a step.
+        hidden: training done during the rollout, in seconds on all ranks; ``lent``: seconds in which a node's ranks
+            were lent.
+        tokens: trained in a step, by all nodes.
     """
 
     rollout: float
@@ -132,7 +138,7 @@ class Stages:
 
 
 def simulate(job: Job) -> Stages:
-    """One row in one setting."""
+    """One row in one setting, with one seed."""
     setting, level = job.setting, ROWS.index(job.row)
     profile = load(PROFILES / f"{setting.profile}.json", complete=True)
     predictor, costs = build_predictors(profile)
@@ -141,8 +147,9 @@ def simulate(job: Job) -> Stages:
     fingerprint = profile.fingerprint
     policies = {"predictor": predictor, "costs": costs}
     adaptive, streams, overlaps = level >= 3, level >= 4, level >= 2
+    nodes = setting.gpus // fingerprint.num_ranks
     engines = Engines(
-        predictor=predictor, costs=costs, fingerprint=fingerprint, nodes=1, tp=setting.tp,
+        predictor=predictor, costs=costs, fingerprint=fingerprint, nodes=nodes, tp=setting.tp,
         policy=make_policy("survival", **policies) if adaptive else None,
         lending=make_lending_policy(**policies, num_ranks=fingerprint.num_ranks, degrees=fingerprint.degrees)
         if streams else None,
@@ -151,8 +158,7 @@ def simulate(job: Job) -> Stages:
     )  # fmt: skip
     eta = 1.25 if level >= 1 else 1.0
     rules = Rules(
-        mode="strict", num_prompts=8 * 128 // setting.gpus, num_responses=8, eta_prompts=eta, eta_responses=eta,
-        max_deferrals=64,
+        mode="strict", num_prompts=128, num_responses=8, eta_prompts=eta, eta_responses=eta, max_deferrals=64
     )  # fmt: skip
     simulation = Simulation(engines, rules, parse_shape(setting.compute_lengths), CORRELATION, seed=job.seed)
     warm = min(5, job.rounds)
@@ -162,7 +168,7 @@ def simulate(job: Job) -> Stages:
         after = [one.after for one in found]
     else:
         after = [
-            (_count_reward_seconds(one, overlaps), job.seconds_per_token * count)
+            (_count_reward_seconds(one, overlaps), job.seconds_per_token * count / nodes)
             for one, count in zip(found, tokens, strict=True)
         ]
     return Stages(
@@ -182,42 +188,48 @@ def _count_reward_seconds(found: Round, overlaps: bool) -> float:
     return max(max(end + took for end, took in found.rewards) - found.seconds, 0.0)
 
 
-def measure_training(rounds: int, seed: int) -> dict[str, float]:
+def measure_training(rounds: int, seeds: Sequence[int]) -> dict[str, float]:
     """Seconds of training a token on all ranks of a node, by setting: that of the 14B from the paper's shares, of the
-    others by parameters a GPU (as much of the node's share of the batch comes to each node)."""
-    plain = simulate(Job(MEASURED, "plain", rounds, seed, 0.0))
-    base = TRAINING_SHARE * plain.rollout / plain.tokens
+    others by parameters."""
+    plain = [simulate(Job(MEASURED, "plain", rounds, seed, 0.0)) for seed in seeds]
+    nodes = MEASURED.gpus // 8
+    base = TRAINING_SHARE * nodes * mean(one.rollout for one in plain) / mean(one.tokens for one in plain)
     return {setting.name: base * PARAMETERS[setting.name] / PARAMETERS[MEASURED.name] for setting in SETTINGS}
 
 
-Found = dict[str, dict[str, Stages]]
-"""By setting and row."""
+Found = dict[str, dict[str, list[Stages]]]
+"""By setting and row, one a seed."""
 
 
-def simulate_all(rounds: int, seed: int, jobs: int | None, settings: tuple[Setting, ...] = SETTINGS) -> Found:
-    per_token = measure_training(rounds, seed)
-    plan = [Job(setting, row, rounds, seed, per_token[setting.name]) for setting in settings for row in ROWS]
+def simulate_all(rounds: int, seeds: Sequence[int], jobs: int | None) -> Found:
+    per_token = measure_training(rounds, seeds)
+    plan = [
+        Job(setting, row, rounds, seed, per_token[setting.name]) for setting in SETTINGS for row in ROWS
+        for seed in seeds
+    ]  # fmt: skip
     with ProcessPoolExecutor(jobs) as pool:
         done = list(track(pool.map(simulate, plan), "rows", len(plan), console=Console(stderr=True)))
     found: Found = {}
     for job, stages in zip(plan, done, strict=True):
-        found.setdefault(job.setting.name, {})[job.row] = stages
+        found.setdefault(job.setting.name, {}).setdefault(job.row, []).append(stages)
     return found
 
 
 def list_rows(found: Found) -> list[tuple[str, ...]]:
-    """The cells of the page's table, a line each."""
+    """The cells of the page's table, a line each: means over the seeds; how many times as fast with the least and the
+    largest seed, each against ``plain`` of its own."""
     lines = []
     for setting, rows in found.items():
-        plain = rows["plain"].seconds
-        for place, (row, one) in enumerate(rows.items()):
-            lines.append((
-                setting, row, f"{one.rollout:.0f}", f"{one.reward:.0f}", f"{one.training:.0f}", f"{one.hidden:.0f}",
-                f"{one.seconds:.0f}", f"{plain / one.seconds:.2f}", f"{REPORTED[setting][place]:.2f}",
-            ))  # fmt: skip
+        for place, (row, runs) in enumerate(rows.items()):
+            stages = (mean(getattr(one, name) for one in runs) for name in COLUMNS)
+            gains = [plain.seconds / one.seconds for plain, one in zip(rows["plain"], runs, strict=True)]
+            gain = sum(one.seconds for one in rows["plain"]) / sum(one.seconds for one in runs)
+            spread = f"{gain:.2f} ({pictures.format_span(gains)})" if place else "1.00"
+            lines.append((setting, row, *(f"{one:.1f}" for one in stages), spread, f"{REPORTED[setting][place]:.2f}"))
     return lines
 
 
+COLUMNS = ("rollout", "reward", "training", "hidden", "seconds")
 HEADS = ("setting", "with", "rollout, s", "reward, s", "training, s", "hidden, s", "step, s", "times as fast", "paper")
 
 
@@ -235,16 +247,22 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m studies.rl_step",
         description="A training step by stage, with one technique after the other (simulated).",
     )
-    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps with {QUICK_SEEDS} seeds")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
-    parser.add_argument("--seed", type=int, default=1, help="of lengths and rewards (default 1)")
+    parser.add_argument("--seeds", type=int, metavar="N", help=f"of lengths and rewards: 1 to N (default {SEEDS})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw them here")
     args = parser.parse_args(argv)
-    found = simulate_all(5 if args.quick else 40, args.seed, args.jobs)
-    Console(width=140, highlight=False).print(format_table(found))
+    if args.seeds is not None and args.seeds < 1:
+        raise UsageError(f"--seeds {args.seeds}: must be at least 1")
+    steps, seeds = (QUICK_STEPS, QUICK_SEEDS) if args.quick else (STEPS, SEEDS)
+    found = simulate_all(steps, range(1, (args.seeds or seeds) + 1), args.jobs)
+    Console(width=160, highlight=False).print(format_table(found))
     if args.json:
-        written = {setting: {row: asdict(one) for row, one in rows.items()} for setting, rows in found.items()}
+        written = {
+            setting: {row: [asdict(one) for one in runs] for row, runs in rows.items()}
+            for setting, rows in found.items()
+        }
         args.json.write_text(json.dumps(written, indent=1) + "\n")
     if args.png:
         step_picture.draw(

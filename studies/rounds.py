@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from statistics import mean
 
 import numpy as np
 
@@ -52,9 +53,10 @@ class Engines:
         predictor, costs, fingerprint: of a profile of one node.
         nodes: so many of them.
         tp: degree of all replicas at the start of a round.
-        policy: who changes it within a round, with one node; None: nobody.
-        lending: who lends half of the ranks to the trainer, with one node and a policy; None: nobody.
-        seconds_per_token: of training on all ranks; ``setup``: seconds before the first token is trained on lent ones.
+        policy: who changes it within a round, on each node by itself; None: nobody.
+        lending: who lends half of a node's ranks to the trainer, if there is a policy; None: nobody.
+        seconds_per_token: of training on all ranks of a node; ``setup``: seconds before the first token is trained on
+            lent ones.
         reward_seconds: of the reward of a sample, called when it ends; None: it takes no time.
     """
 
@@ -131,8 +133,10 @@ class Replica:
 
     def _count_steps(self) -> int:
         """Until a sample ends or the room is full; one alone has room."""
-        full = (self._room - self.context.sum()) // len(self.ids) if len(self.ids) > 1 else np.inf
-        return int(min(self.left.min(), max(full, 0)))
+        steps = int(self.left.min())
+        if len(self.ids) == 1 or self._room == np.inf:
+            return steps
+        return min(steps, max(int((self._room - self.context.sum()) // len(self.ids)), 0))
 
     def advance(self, now: float) -> None:
         """Decode until ``now``, at most until :attr:`due`; a step under way goes on."""
@@ -190,7 +194,9 @@ class Round:
     Attributes:
         rewards: of the samples returned, seconds since the start at which they ended, and seconds of their rewards.
         hidden: seconds of training, on all ranks, that were done in it; ``lent``: seconds in which ranks were lent.
-        after: seconds after it, if gradients are accumulated, in which the trainer waits for rewards, and trains.
+            Means over nodes.
+        after: seconds after it, if gradients are accumulated, in which the trainer waits for rewards, and trains.  Of
+            the node that is the last to be done.
     """
 
     seconds: float
@@ -222,7 +228,7 @@ class Simulation:
         self._shape, self._correlation = shape, correlation
         self._seed, self._prompts = seed, np.inf if prompts is None else prompts
         self._lengths: dict[tuple[int, int, int], int] = {}
-        self._history = LengthHistory()
+        self._histories = [LengthHistory() for _ in range(engines.nodes)]
         self._fed = 0
         self.now = 0.0
 
@@ -236,49 +242,51 @@ class Simulation:
     def run_round(self, version: int) -> Round:
         """One round; the next one begins at once."""
         self._feed_prompts()
-        begun, self._tp, self._switched, self._version = self.now, self.engines.tp, 0, version
+        begun, self._switched, self._version = self.now, 0, version
         self._returned: list[Group] = []
-        self._loan, self._rewards = _Loan(), dict[SampleId, tuple[float, float]]()
-        self._replicas = self._make(self._tp)
-        self._where: dict[SampleId, Replica] = {}
+        self._rewards = dict[SampleId, tuple[float, float]]()
+        self._known_at, self._kept = list[float](), set[SampleId]()
+        self._nodes = [_Node(self.engines.tp, history, self.now + ASK_SECONDS) for history in self._histories]
+        for node in self._nodes:
+            node.replicas = self._make(node)
+        self._where: dict[SampleId, tuple[_Node, Replica]] = {}
         self._had: dict[SampleId, int] = {}
         self._since: dict[SampleId, float] = {}
-        self._asked, self._last_switch, self._peak = self.now, float("-inf"), 0
         self._over: RoundOver | None = None
         self._do(self.admitter.begin(version))
         while self._over is None:
-            replica = min(self._replicas, key=lambda replica: replica.due)
-            policy = self.engines.policy
-            if policy is not None and self._asked + ASK_SECONDS < replica.due:
-                self.now = max(self.now, self._asked + ASK_SECONDS)
-                self._ask_policy(policy)
+            replica = min((one for node in self._nodes for one in node.replicas), key=lambda replica: replica.due)
+            policy, node = self.engines.policy, min(self._nodes, key=lambda node: node.ask_at)
+            if policy is not None and node.ask_at < replica.due:
+                self.now = max(self.now, node.ask_at)
+                self._ask_policy(node, policy)
                 if self.engines.lending is not None:
-                    self._ask_lending(self.engines.lending)
+                    self._ask_lending(node, self.engines.lending)
+                node.ask_at = max(node.resumes, self.now + ASK_SECONDS)
                 continue
             self.now = max(self.now, replica.due)
             replica.advance(self.now)
             # One at a time: the first may be what completes the batch, and the others are aborted then.
             sample = replica.pop_finished()
             assert sample is not None, "it was advanced to the end of one"
-            del self._where[sample]
+            node, _ = self._where.pop(sample)
             length = self._sample_length(sample)
             reward = self.engines.reward_seconds
             self._rewards[sample] = self.now, reward(sample) if reward is not None else 0.0
-            self._learn(sample, length, length < self._shape.limit)
+            self._learn(node, sample, length, length < self._shape.limit)
             self._do(
                 self.admitter.record_finished(sample, self._make_output(sample, length - self._had[sample], "stop"))
             )
         seconds = self.now - begun
-        loan = self._loan
         return Round(
             seconds=seconds,
             summary=self.admitter.record_round_time(self._over.summary, seconds),
             groups=self._returned,
             switches=self._switched,
             rewards=[(end - begun, took) for group in self._returned for end, took in self._list_rewards(group)],
-            hidden=loan.trainer.count_done_seconds(self.now),
-            lent=loan.seconds + (self.now - loan.since if loan.lent else 0.0),
-            after=loan.trainer.finish(self.now),
+            hidden=mean(node.loan.trainer.count_done_seconds(self.now) for node in self._nodes),
+            lent=mean(node.loan.count_lent_seconds(self.now) for node in self._nodes),
+            after=max((node.loan.trainer.finish(self.now) for node in self._nodes), key=sum),
         )
 
     def _list_rewards(self, group: Group) -> list[tuple[float, float]]:
@@ -304,9 +312,9 @@ class Simulation:
             self._lengths[key] = self._shape.sample_length(self._seed, drawn, self._correlation)
         return self._lengths[key]
 
-    def _learn(self, sample: SampleId, length: int, finished: bool) -> None:
+    def _learn(self, node: _Node, sample: SampleId, length: int, finished: bool) -> None:
         if self.engines.policy is not None:
-            self._history.observe(length, sample.index, finished, self._had[sample])
+            node.history.observe(length, sample.index, finished, self._had[sample])
 
     def _make_output(self, sample: SampleId, tokens: int, reason: str) -> Output:
         spans = [Span(self._version, tokens)] if tokens else []
@@ -318,50 +326,56 @@ class Simulation:
                 case Launch(sample, _, prefix):
                     self._had[sample] = prefix.tokens if prefix else 0
                     left = self._sample_length(sample) - self._had[sample]
-                    replica = min(self._replicas, key=len)
-                    self._where[sample], self._since[sample] = replica, self.now
+                    node, replica = min(
+                        ((node, one) for node in self._nodes for one in node.replicas), key=lambda place: len(place[1])
+                    )
+                    self._where[sample], self._since[sample] = (node, replica), self.now
                     replica.add(sample, self.prompt_tokens + self._had[sample], left, self.now)
+                    node.peak = max(node.peak, sum(map(len, node.replicas)))
                 case Abort(sample):
-                    context = self._where.pop(sample).remove(sample, self.now)
+                    node, replica = self._where.pop(sample)
+                    context = replica.remove(sample, self.now)
                     tokens = context - self.prompt_tokens - self._had[sample]
-                    self._learn(sample, context - self.prompt_tokens, finished=False)
+                    self._learn(node, sample, context - self.prompt_tokens, finished=False)
                     self._do(self.admitter.record_stopped(sample, self._make_output(sample, tokens, "")))
                 case Judge(group):
                     self._do(self.admitter.record_verdict(group.key, True))
                 case ReturnGroup(group):
                     self._returned.append(group)
                     known = max(end + took for end, took in self._list_rewards(group))
-                    self._loan.trainer.add(self.engines.seconds_per_token * self.count_training_tokens(group), known)
+                    self._known_at.append(known)
+                    self._kept.update(map(group.get_sample_id, group.list_kept()))
+                    trainer = min((node.loan.trainer for node in self._nodes), key=lambda trainer: trainer.taken)
+                    trainer.add(self.engines.seconds_per_token * self.count_training_tokens(group), known)
                 case NeedPrompts():
                     pass  # prompts come between rounds only
                 case RoundOver():
                     self._over = action
-        self._peak = max(self._peak, len(self._where))
 
-    # -- adaptive tp -----------------------------------------------------------------------------------
+    # -- adaptive tp, on each node by itself -----------------------------------------------------------
 
-    def _make(self, tp: int) -> list[Replica]:
-        engines = self.engines
-        count = engines.nodes * self._count_ranks() // tp
+    def _make(self, node: _Node) -> list[Replica]:
+        engines, tp = self.engines, node.tp
 
         def seconds(batch: int, tokens: float) -> float:
             return engines.predictor.step_seconds(tp, batch, tokens)
 
-        return [Replica(seconds, engines.fingerprint.max_running, self.now) for _ in range(count)]
+        clock = max(self.now, node.resumes)
+        return [Replica(seconds, engines.fingerprint.max_running, clock) for _ in range(self._count_ranks(node) // tp)]
 
-    def _count_ranks(self) -> int:
+    def _count_ranks(self, node: _Node) -> int:
         """Of a node, those that work."""
         ranks = self.engines.fingerprint.num_ranks
-        return ranks // STRIDE if self._loan.lent else ranks
+        return ranks // STRIDE if node.loan.lent else ranks
 
-    def _make_snapshot(self) -> Snapshot | None:
-        """What a policy sees now; None if samples wait, or none run."""
-        engines, ranks = self.engines, self._count_ranks()
-        for replica in self._replicas:
+    def _make_snapshot(self, node: _Node) -> Snapshot | None:
+        """What a policy sees of a node now; None if samples wait there, or none run."""
+        engines, ranks = self.engines, self._count_ranks(node)
+        for replica in node.replicas:
             replica.advance(self.now)
-        samples = [(sample, context, place) for place, replica in enumerate(self._replicas)
+        samples = [(sample, context, place) for place, replica in enumerate(node.replicas)
                    for sample, context in zip(replica.ids, replica.context, strict=True)]  # fmt: skip
-        if any(replica.waiting for replica in self._replicas) or not samples:
+        if any(replica.waiting for replica in node.replicas) or not samples:
             return None
         prompt = np.full(len(samples), self.prompt_tokens)
         output = np.array([context for _, context, _ in samples]) - prompt
@@ -371,91 +385,86 @@ class Simulation:
         )  # fmt: skip
         degrees = tuple(tp for tp in engines.fingerprint.degrees if ranks % tp == 0)
         return Snapshot(
-            now=self.now, tp=self._tp, degrees=degrees, num_ranks=ranks, requests=len(samples), peak=self._peak,
-            last_arrival=0.0, last_switch=self._last_switch, complete=True, load=load,
+            now=self.now, tp=node.tp, degrees=degrees, num_ranks=ranks, requests=len(samples), peak=node.peak,
+            last_arrival=0.0, last_switch=node.last_switch, complete=True, load=load,
         )  # fmt: skip
 
-    def _ask_policy(self, policy: Policy) -> None:
-        self._asked = self.now
-        snapshot = self._make_snapshot()
+    def _ask_policy(self, node: _Node, policy: Policy) -> None:
+        snapshot = self._make_snapshot(node)
         if snapshot is None:
             return
-        wanted = policy(snapshot, self._history).tp
-        if wanted == self._tp:
+        wanted = policy(snapshot, node.history).tp
+        if wanted == node.tp:
             return
         lengths = snapshot.load.prompt + snapshot.load.output
-        self.now += self.engines.costs.estimate(self._tp, wanted, lengths).seconds
         self._switched += 1
-        self._rebuild(wanted)
+        self._rebuild(node, wanted, self.engines.costs.estimate(node.tp, wanted, lengths).seconds)
 
-    def _rebuild(self, tp: int) -> None:
-        """All that runs goes on in this degree, on the ranks that work now."""
-        old, self._replicas, self._tp = self._replicas, self._make(tp), tp
-        self._last_switch = self.now
+    def _rebuild(self, node: _Node, tp: int, pause: float) -> None:
+        """After a pause all that runs on a node goes on in this degree, on the ranks that work now."""
+        node.resumes = node.last_switch = max(self.now, node.resumes) + pause
+        old, node.tp = node.replicas, tp
+        node.replicas = self._make(node)
         for replica in old:
             for sample, context, left in zip(replica.ids, replica.context, replica.left, strict=True):
-                target = min(self._replicas, key=len)
-                self._where[sample] = target
+                target = min(node.replicas, key=len)
+                self._where[sample] = node, target
                 target.add(sample, int(context), int(left), self.now)
 
     # -- lending ---------------------------------------------------------------------------------------
 
-    def _ask_lending(self, lending: LendingPolicy) -> None:
+    def _ask_lending(self, node: _Node, lending: LendingPolicy) -> None:
         """Lend, or take back, if it is time to ask and the policy says so."""
-        loan, engines = self._loan, self.engines
+        loan, engines = node.loan, self.engines
         if loan.lent and not loan.closing:
             loan.trainer.advance(self.now)
-        snapshot = self._make_snapshot()
+        snapshot = self._make_snapshot(node)
         if snapshot is None:
             return
         held = snapshot.load.prompt + snapshot.load.output
         if loan.closing:
             if loan.trainer.free <= self.now:
-                self.now += engines.costs.estimate_lending(self._tp, held).seconds
                 loan.lent, loan.closing, loan.returned = False, False, True
-                loan.seconds, loan.trainer.free = self.now - loan.since, np.inf
-                self._rebuild(self._tp)
+                self._rebuild(node, node.tp, engines.costs.estimate_lending(node.tp, held).seconds)
+                loan.seconds, loan.trainer.free = node.resumes - loan.since, np.inf
             return
-        training = self._describe_training(len(held))
+        training = self._describe_training(node, len(held))
         reached = loan.milestones.reach(training.completion)
         if self.now - loan.asked < LENDING_SECONDS if loan.lent else not reached:
             return
         loan.asked = self.now
         fingerprint = engines.fingerprint
         room = {tp: fingerprint.kv_tokens * tp // fingerprint.base_tp for tp in fingerprint.degrees}
-        found = lending(replace(snapshot, room=room), self._history, training)
+        found = lending(replace(snapshot, room=room), node.history, training)
         if found.move is Move.TAKE_BACK:
             loan.closing = True
         elif found.move is Move.LEND:
-            self.now += engines.costs.estimate_lending(self._tp, held).seconds
-            loan.lent, loan.since = True, self.now
-            loan.trainer.free = self.now + engines.setup
-            self._rebuild(found.tp)
+            loan.lent = True
+            self._rebuild(node, found.tp, engines.costs.estimate_lending(node.tp, held).seconds)
+            loan.since, loan.trainer.free = node.resumes, node.resumes + engines.setup
 
-    def _describe_training(self, running: int) -> Training:
-        """What the client knows of this step."""
-        engines, rules, trainer = self.engines, self.rules, self._loan.trainer
-        known = [group for group in self._returned
-                 if max(end + took for end, took in self._list_rewards(group)) <= self.now]  # fmt: skip
-        returned = {sample for group in self._returned for sample in map(group.get_sample_id, group.list_kept())}
-        pending = [sample for sample in self._rewards if sample not in returned]
+    def _describe_training(self, node: _Node, running: int) -> Training:
+        """What the client knows of this step: a node's share of it."""
+        engines, rules, trainer, nodes = self.engines, self.rules, node.loan.trainer, len(self._nodes)
+        known = sum(moment <= self.now for moment in self._known_at)
+        pending = [sample for sample in self._rewards if sample not in self._kept]
         samples = rules.num_prompts * rules.num_responses
-        needed = samples - len(returned) - len(pending)
+        needed = samples - len(self._kept) - len(pending)
         return Training(
-            samples=samples,
-            complete=len(known) * rules.num_responses,
+            samples=samples // nodes,
+            complete=known * rules.num_responses // nodes,
             ready=round(trainer.get_ready_seconds(self.now) / max(engines.seconds_per_token, 1e-12)),
-            pending=sum(self.prompt_tokens + self._sample_length(sample) for sample in pending),
+            pending=sum(self.prompt_tokens + self._sample_length(sample) for sample in pending) // nodes,
             seconds_per_token=engines.seconds_per_token,
             setup=engines.setup,
-            spare=max(running - max(needed, 1), 0),
-            returned=self._loan.returned,
+            spare=max(running - max(needed // nodes, 1), 0),
+            returned=node.loan.returned,
         )
 
 
 @dataclass
 class _Loan:
-    """Of a round: whether ranks are lent, since when, and how long they were."""
+    """Of a round and a node: whether ranks are lent, since when, and how long they were."""
 
     trainer: Trainer = field(default_factory=Trainer)
     lent: bool = False
@@ -465,3 +474,27 @@ class _Loan:
     seconds: float = 0.0
     asked: float = float("-inf")
     milestones: Milestones = field(default_factory=Milestones)
+
+    def count_lent_seconds(self, now: float) -> float:
+        return self.seconds + (max(now - self.since, 0.0) if self.lent else 0.0)
+
+
+@dataclass
+class _Node:
+    """A node in a round.
+
+    Attributes:
+        tp: degree of its replicas.
+        history: of the lengths of its responses, kept from round to round.
+        ask_at: seconds at which its policy is asked next; ``resumes``: at which its last pause ends.
+        peak: most samples at once.
+    """
+
+    tp: int
+    history: LengthHistory
+    ask_at: float
+    replicas: list[Replica] = field(default_factory=list[Replica])
+    loan: _Loan = field(default_factory=_Loan)
+    resumes: float = float("-inf")
+    last_switch: float = float("-inf")
+    peak: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from sglang_pat.tools import pictures
@@ -18,10 +19,10 @@ Found = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 
 def read_lines(lines: Sequence[Mapping[str, str]]) -> Found:
-    """Of the table, by its heads."""
+    """Of the table, by its heads; of a cell with a range in brackets what stands before it."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for line in lines:
-        numbers = {head: float(cell) for head, cell in line.items() if head not in ("setting", "with")}
+        numbers = {head: float(cell.split()[0]) for head, cell in line.items() if head not in ("setting", "with")}
         found.setdefault(line["setting"], {})[line["with"]] = numbers
     return found
 
@@ -34,13 +35,35 @@ def format_title(found: Found) -> str:
 
 
 def draw(found: Found, source: str, path: Path) -> Path:
-    """A panel a setting; beside a bar also what the paper reports."""
-    panels = {
-        f"{setting} tokens": {row if row == "plain" else f"+ {row}": figures for row, figures in rows.items()}
-        for setting, rows in found.items()
-    }
-    about = f"Modelled profiles, RollPacker's settings, a node's share of the batch; rows are cumulative. {source}"
-    return draw_panels(panels, format_title(found), about, path)
+    """A panel a setting, one below the other; beside a bar its length, and what the paper reports."""
+    figure, panels = pictures.make_panels(len(found), width=8.0, height=2.1, columns=1)
+    for axes, (setting, rows) in zip(panels, found.items(), strict=True):
+        draw_bars(axes, {row if row == "plain" else f"+ {row}": figures for row, figures in rows.items()})
+        pictures.set_panel_title(axes, f"{setting} tokens")
+    pictures.set_labels(panels[-1], "seconds of a step", "")
+    handles = [Patch(color=color, label=name) for name, color in STAGES.values()]
+    figure.legend(handles=handles, fontsize=10, frameon=False, loc="outside lower left", ncols=3)
+    pictures.set_figure_title(figure, format_title(found))
+    about = f"Modelled profiles; rows are cumulative. {source}"
+    pictures.set_footer(figure, about, 0.5)
+    return pictures.save(figure, path)
+
+
+def draw_bars(axes: Axes, rows: Mapping[str, Mapping[str, float]]) -> None:
+    """A bar a row, by stage; beside it its seconds, how many times as fast as the first one, the paper's figure."""
+    for place, row in enumerate(rows.values()):
+        left = 0.0
+        for stage, (_, color) in STAGES.items():
+            axes.barh(place, row[stage], left=left, color=color, height=0.72)
+            left += row[stage]
+        said = f"{row['step, s']:.0f} s"
+        if place:
+            said += f": {row['times as fast']:.2f}× (paper {row['paper']:.2f})"
+        axes.text(left, place, f" {said}", va="center", fontsize=10, color=pictures.LINE)
+    axes.set_yticks(range(len(rows)), list(rows), fontsize=10)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.1 * max(row["step, s"] for row in rows.values()))
+    axes.grid(axis="y", visible=False)
 
 
 def draw_panels(panels: Found, title: str, about: str, path: Path) -> Path:

@@ -53,15 +53,17 @@ class Trainer:
     Attributes:
         begun: seconds of training that were begun on lent ranks.
         free: when they will have done what they have begun; infinite while none are lent.
+        taken: seconds of training of all groups so far.
     """
 
     def __init__(self) -> None:
         self._ready: list[tuple[float, float]] = []
-        self.begun, self.free = 0.0, np.inf
+        self.begun, self.free, self.taken = 0.0, np.inf, 0.0
 
     def add(self, seconds: float, now: float) -> None:
         """A group is complete, and has its rewards, at ``now``."""
         heapq.heappush(self._ready, (now, seconds))
+        self.taken += seconds
 
     def get_ready_seconds(self, now: float) -> float:
         """Of the groups that have come and were not begun."""

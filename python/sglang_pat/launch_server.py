@@ -3,28 +3,61 @@
     python -m sglang_pat.launch_server --model-path M --tp 1 --dp 2 --adaptive-tp [any SGLang flag]
 
 Without ``--adaptive-tp`` this runs SGLang's own launcher and nothing of the adaptive engine is imported.
-``--stream-layers`` has such an engine keep layers in host memory.
+``--stream-layers`` has such an engine keep layers in host memory.  ``--help`` is about our flags, and imports nothing
+of SGLang; ``--help-sglang`` lists all of its flags.
 """
 
 from __future__ import annotations
 
+import argparse
 import runpy
 import signal
 import sys
+import warnings
 
 from sglang_pat.cpu import shim
 from sglang_pat.launch import processes
+from sglang_pat.settings import add_flags
+
+SGLANGS_HELP = "--help-sglang"
 
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & {*argv}:
+        _print_help()
+        return
     shim.ensure(children=True)
+    if SGLANGS_HELP in argv:
+        warnings.simplefilter("ignore")
+        sys.argv[1:] = ["--help"]
+        runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
     if any(word.startswith("--stream-layers") for word in argv):
         _serve_streaming(argv)
     elif "--adaptive-tp" in argv:
         _serve_adaptive(argv)
     else:
         _serve_plainly(argv)
+
+
+def _print_help() -> None:
+    """Our flags; SGLang has some three hundred more."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_pat.launch_server",
+        usage="%(prog)s --model-path M --tp N --dp N --adaptive-tp [flags]",
+        description="SGLang's server, as one engine of tp x dp ranks that merges its replicas as a batch drains.",
+        epilog="Flags of SGLang work as they do there, but for those that docs/flags.md lists.",
+    )
+    parser.add_argument(SGLANGS_HELP, action="store_true", help="list all flags of SGLang and exit")
+    parser.add_argument("--model-path", metavar="M", help="the model's folder or name, as for SGLang")
+    parser.add_argument("--tp", type=int, metavar="N", help="ranks of a replica in the layout to start in")
+    parser.add_argument("--dp", type=int, metavar="N", help="replicas of the layout to start in")
+    parser.add_argument(
+        "--stream-layers", metavar="N|auto",
+        help="without --adaptive-tp: keep N layers in host memory, or as many as must be (docs/judge.md)",
+    )  # fmt: skip
+    add_flags(parser)
+    parser.print_help()
 
 
 def _serve_streaming(argv: list[str]) -> None:
@@ -42,11 +75,6 @@ def _serve_plainly(argv: list[str]) -> None:
     stray = [arg for arg in argv if arg.startswith("--pat-")]
     if stray:
         sys.exit(f"error: {stray[0]} needs --adaptive-tp: add it, or leave the --pat-* flags out")
-    if {"-h", "--help"} & {*argv}:
-        print("Flags of SGLang. Those of the adaptive engine come with --adaptive-tp --help.", flush=True)
-        print(
-            "--stream-layers N|auto: keep N layers in host memory, or as many as must be (docs/judge.md).\n", flush=True
-        )
     sys.argv[1:] = argv
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 

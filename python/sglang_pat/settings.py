@@ -6,6 +6,7 @@ The flag ``--pat-switch-at``, the field ``AdaptiveServerArgs.pat_switch_at``, ``
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
 from collections.abc import Mapping
@@ -143,6 +144,20 @@ BASE_TP = Setting("base_tp", 1, "TP degree of the base layout")
 """Only where somebody else says how many GPUs the engine has, and calls that number its TP degree."""
 
 _NOT_OF_THE_CONFIGURATION = ("cpu_overlap",)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add ``--adaptive-tp`` and the flag of each setting to ``parser``, as a group of their own."""
+    group = parser.add_argument_group("adaptive tensor parallelism (sglang_pat)")
+    group.add_argument("--adaptive-tp", action="store_true", help="merge replicas as the batch drains")
+    for setting in SETTINGS:
+        kind: dict[str, Any] = {"action": "store_true"}
+        if setting.default is not False:
+            kind = {"type": type(setting.default or ""), "metavar": setting.value}
+        about = f"{setting.help} Default: {setting.shown_default}.".replace("%", "%%")
+        group.add_argument(setting.flag, default=setting.default, help=about, **kind)
+
+
 _NAMED = {setting.name: setting for setting in (BASE_TP, *SETTINGS)}
 
 

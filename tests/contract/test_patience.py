@@ -29,7 +29,7 @@ def test_what_is_asked_again_and_how_often(error, calls):
         raise error
 
     with pytest.raises(type(error)):
-        shared_memory.retry_once(read)()
+        shared_memory.retry_late(read)()
     assert len(asked) == calls
 
 

@@ -130,7 +130,7 @@ def tokens(answers: Sequence[dict[str, Any]]) -> list[list[int]]:
 
 
 async def stream_across(server: Server, bodies: Sequence[Body]) -> list[Stream]:
-    """Stream all bodies at once across the switches of :func:`order_degrees_up_and_down`."""
+    """Stream all bodies at once across the switches of :func:`up_and_down`."""
     streams = [Stream() for _ in bodies]
     async with open_session() as session:
         await server.set_schedule(session, *up_and_down(len(bodies)))

@@ -67,10 +67,10 @@ def serialized(named: Any) -> str:
     import torch.multiprocessing
     from sglang.srt.utils import MultiprocessingSerializer
 
-    from sglang_pat.fixes.shared_memory import retry_once
+    from sglang_pat.fixes.shared_memory import retry_late
 
     torch.multiprocessing.set_sharing_strategy("file_system")
-    return retry_once(MultiprocessingSerializer.serialize)(named, output_str=True)
+    return retry_late(MultiprocessingSerializer.serialize)(named, output_str=True)
 
 
 def flattened(named: Any) -> Any:

@@ -24,8 +24,13 @@ def pages() -> list[Path]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub and most others make them."""
-    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    """Of its headings."""
+    return anchors_of(FENCE.sub("", page.read_text()))
+
+
+def anchors_of(text: str) -> set[str]:
+    """Of the headings in a text, as GitHub and most others make them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
     return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
 
@@ -90,3 +95,43 @@ def test_readmes_picture_says_what_its_table_says():
     said = _redraw.message(_redraw.percents())
     assert f"![{said}](docs/img/layouts.png)" in text
     assert f"![{said}](img/layouts.png)" in (DOCS / "index.md").read_text()
+
+
+NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\d]|\.\d)")
+
+
+def list_numbers(text: str) -> set[str]:
+    """Figures of a text, without the commas; those in names (``tp4``, ``R0``) are none."""
+    return {number.replace(",", "").rstrip(".") for number in NUMBER.findall(text)}
+
+
+def list_index_rows() -> list[tuple[str, str, str]]:
+    """Of the index of results: question, answer, link to a page or to a section of one."""
+    text = (DOCS / "results/README.md").read_text()
+    return re.findall(r"^\| (.*?) \| (.*) \| \[[^\]]*\]\(([^)]+)\) \|$", text, re.MULTILINE)
+
+
+def read_section(page: Path, anchor: str) -> str:
+    """A page, or the part of it from a heading to the next one that is not below it."""
+    text = page.read_text()
+    for heading in re.finditer(r"^(#+) .+$", text, re.MULTILINE):
+        if anchor and anchor in anchors_of(heading.group()):
+            end = re.search(rf"^#{{1,{len(heading.group(1))}}} ", text[heading.end() :], re.MULTILINE)
+            return text[heading.start() : heading.end() + end.start() if end else None]
+    return text
+
+
+@pytest.mark.parametrize(("question", "answer", "link"), list_index_rows(), ids=lambda value: value[:60])
+def test_figures_of_the_index_stand_on_their_page(question, answer, link):
+    """As they are written there, so that a page that is measured anew takes the index along."""
+    page, _, anchor = link.partition("#")
+    missing = list_numbers(question + answer) - list_numbers(read_section(DOCS / "results" / page, anchor))
+    assert not missing, f"{link} has no {sorted(missing)}"
+
+
+def test_the_index_has_all_its_rows_and_all_pages():
+    text = (DOCS / "results/README.md").read_text()
+    rows = list_index_rows()
+    assert len(rows) == len(re.findall(r"^\|", text, re.MULTILINE)) - 2 > 30
+    pages = {(DOCS / "results" / link.partition("#")[0]).resolve() for *_, link in rows}
+    assert pages >= {page for page in (DOCS / "results").glob("*.md") if page.name != "README.md"}

@@ -376,7 +376,6 @@ def test_the_bench_compares_the_ways_over_responses(model, tmp_path, monkeypatch
         "all": {0: results("all", 0, 0.2, 0.1), 1: results("all", 1, 0.3, 0.2)},
     }
     assert [learning.count_inside(found, way) for way in found] == [(2, 2), (2, 2), (1, 2)]
-    assert learning.make_title(found).startswith("After the same problems, 0.15 to 0.50 of those held out are right")
     assert learning.draw(tmp_path / "learning.png", found).stat().st_size > 10_000
     console = Console(width=250, record=True)
     learning.show(console, found)

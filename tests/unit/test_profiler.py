@@ -23,7 +23,7 @@ from profiler.windows import decode_windows, measure_prefill_seconds
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.predictor import Predictor
-from sglang_pat.predict.profile import MOST_POINTS, DecodePoint, PrefillPoint, Profile
+from sglang_pat.predict.profile import MOST_POINTS, DecodePoint, PrefillPoint, Profile, describe_thinness
 from sglang_pat.tools import commands
 from sglang_pat.tools.commands import UsageError
 
@@ -200,7 +200,7 @@ def run_sweep(monkeypatch, tmp_path, seconds=0.01, budget=600.0, off=-3, slow=la
 def test_every_point_is_measured_and_decode_points_twice(monkeypatch, tmp_path):
     made, kept, _ = run_sweep(monkeypatch, tmp_path)
     assert len(kept.profile.decode) == 10 and all(len(point.samples) == 2 for point in kept.profile.decode)
-    assert made.done == made.total and not made.notes
+    assert made.done == made.total and not made.notes and describe_thinness(kept.profile) == ""
     assert kept.list_done() == set(made._points)
 
 
@@ -208,6 +208,8 @@ def test_without_time_only_what_a_profile_needs_is_measured(monkeypatch, tmp_pat
     made, kept, tried = run_sweep(monkeypatch, tmp_path, seconds=50.0, budget=60.0)
     assert set(tried) == list_required_points(made._points) and made.done == len(tried)
     assert kept.profile.machine["left_out"] == made.total - len(tried)
+    thin = f"{len(tried)} of {made.total} points"
+    assert thin in describe_thinness(kept.profile) and thin in report.format_page(kept.profile, None)
 
 
 def test_what_is_beyond_a_slow_point_is_not_tried(monkeypatch, tmp_path):

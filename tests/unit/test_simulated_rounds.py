@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from sglang_pat.policies.lending import make_lending_policy
@@ -10,12 +12,13 @@ from sglang_pat.predict.cost import build_predictors
 from sglang_pat.predict.profile import load
 from sglang_pat.rollout.records import SampleId
 from sglang_pat.rollout.rules import Rules
-from studies import PROFILES
+from studies import PROFILES, tail_batching
 from studies.rounds import RESERVE, Engines, Replica, Simulation
 from studies.shapes import parse_shape
 
 pytestmark = pytest.mark.unit
 
+ROOT = Path(__file__).resolve().parents[2]
 PROFILE = PROFILES / "8xH100-qwen3-14b.json"
 
 
@@ -141,3 +144,34 @@ def test_a_full_replica_puts_the_shortest_back():
     assert replica.pop_finished() is None and replica.retract() == [612]
     assert len(replica.ids) == 1 and [context for _, context, _ in replica.waiting] == [20, 612]
     assert replica.due == 600
+
+
+def test_a_replica_with_endless_room_divides_nothing_by_it(recwarn):
+    """Infinity // n is no number, and said so in a warning."""
+    replica = make_full_replica(float("inf"), [4, 7])
+    replica.advance(100.0)
+    assert replica.pop_finished() is not None and replica.clock == 4.0 and not recwarn.list
+
+
+def test_nodes_switch_and_lend_by_themselves():
+    """Two nodes: as much work in each as in one, each with its own layout."""
+    profile = load(PROFILE)
+    predictor, costs = build_predictors(profile)
+    policy = make_policy("survival", predictor=predictor, costs=costs)
+    engines = Engines(predictor=predictor, costs=costs, fingerprint=profile.fingerprint, nodes=2, tp=2, policy=policy)
+    rules = Rules(num_prompts=16, num_responses=4, eta_prompts=1.0, eta_responses=1.0)
+    job = Simulation(engines, rules, parse_shape("body-atom:6.363,0.70,16384,0.02"), 0.0, seed=3)
+    apart = 0
+    for version in range(6):
+        found = job.run_round(version)
+        assert len(found.summary.kept_lengths) == 64
+        assert all(profile.fingerprint.num_ranks == node.tp * len(node.replicas) for node in job._nodes)
+        apart += len({node.last_switch for node in job._nodes}) > 1
+    assert apart >= 3, "one may switch without the other"
+
+
+def test_reorder_by_arithmetic():
+    """verl's recipe: 3.9 times."""
+    before, after = tail_batching.reorder_by_arithmetic()
+    assert (before, after) == (12_000, 3_090)
+    assert "12,000 → 3,090 s" in (ROOT / "docs/results/tail_batching.md").read_text()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
 from bench import _redraw
-from studies import lending, rl_step
+from studies import lending, rl_step, step_picture
 from studies.training import Trainer
 
 pytestmark = [pytest.mark.unit, pytest.mark.slow]
@@ -30,12 +30,31 @@ def test_stages_of_a_step():
     assert [(row["setting"], row["with"]) for row in rows] == [
         (setting.name, row) for setting in rl_step.SETTINGS for row in rl_step.ROWS
     ]
-    setting = rl_step.MEASURED
-    plain = rl_step.simulate(rl_step.Job(setting, "plain", 40, 1, 0.0))
-    training = rl_step.TRAINING_SHARE * plain.rollout
-    found = {setting.name: {"plain": replace(plain, training=training)}}
-    line = next(tuple(row.values()) for row in rows if row["setting"] == setting.name)
-    assert rl_step.list_rows(found) == [line]
+    plain = {row["setting"]: row for row in rows if row["with"] == "plain"}
+    measured = plain[rl_step.MEASURED.name]
+    training = rl_step.TRAINING_SHARE * float(measured["rollout, s"])
+    assert float(measured["training, s"]) == pytest.approx(training, abs=0.1)
+    quickest = rl_step.SETTINGS[0]
+    jobs = [rl_step.Job(quickest, "plain", rl_step.STEPS, seed, 0.0) for seed in range(1, rl_step.SEEDS + 1)]
+    rollout = mean(rl_step.simulate(job).rollout for job in jobs)
+    assert float(plain[quickest.name]["rollout, s"]) == pytest.approx(rollout, abs=0.1)
+
+
+def test_a_row_is_a_mean_over_seeds_with_the_range_of_its_gain():
+    def stages(rollout: float) -> rl_step.Stages:
+        return rl_step.Stages(rollout, reward=10.0, training=20.0, hidden=0.0, lent=0.0, tokens=1.0)
+
+    found = {"14B, 16K": {"plain": [stages(70.0), stages(170.0)], "tail batching": [stages(20.0), stages(50.0)]}}
+    plain, tail = rl_step.list_rows(found)
+    assert plain == ("14B, 16K", "plain", "120.0", "10.0", "20.0", "0.0", "150.0", "1.00", "1.00")
+    assert tail[6:] == ("65.0", "2.31 (2.00 to 2.50)", "1.48"), "300 of 130, 100 of 50, 200 of 80"
+
+
+def test_bars_of_a_step_are_as_long_as_their_labels():
+    (rows,) = _redraw.tables(PAGE, *rl_step.HEADS)
+    for found in step_picture.read_lines(rows).values():
+        for row in found.values():
+            assert abs(sum(row[stage] for stage in step_picture.STAGES) - row["step, s"]) < 0.2
 
 
 def test_all_ranks_train_what_is_left_as_rewards_come():

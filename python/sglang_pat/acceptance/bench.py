@@ -82,7 +82,7 @@ class Bench:
 
     @property
     def profile(self) -> Path:
-        """Of the large model, from :func:`sweep` on."""
+        """Of the large model; there from the step :func:`~.steps.sweep` on."""
         return self.folder / "profile.json"
 
     @property

@@ -79,7 +79,7 @@ CONTROLS: dict[type, tuple[type, dict[str, Any]]] = {
     io.ReleaseMemoryOccupationReqInput: (io.ReleaseMemoryOccupationReqOutput, _MEMORY),
     io.ResumeMemoryOccupationReqInput: (io.ResumeMemoryOccupationReqOutput, _MEMORY),
 }
-"""Control requests that are answered: reply type, and the fields of :class:`Control`.
+"""Control requests that are answered: reply type, and the fields of :class:`~.router.Control`.
 
 While ranks are lent: new weights take them back, as whoever has them has trained; what else needs the base layout is
 refused, as its client may not know that a trainer has the memory of some ranks; all others go to lent ranks as well,

@@ -49,7 +49,7 @@ from sglang_pat.policies.registry import make_policy  # noqa: E402
 from sglang_pat.policies.snapshot import Decision, Policy, Snapshot  # noqa: E402
 from sglang_pat.predict.cost import build_predictors  # noqa: E402
 from sglang_pat.predict.predictor import Predictor  # noqa: E402
-from sglang_pat.predict.profile import Profile  # noqa: E402
+from sglang_pat.predict.profile import Profile, describe_thinness  # noqa: E402
 from sglang_pat.rank.channels import SGLANG  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -253,6 +253,8 @@ def load_policies(
     predictor = costs = lending = None
     if profile is not None:
         predictor, costs = build_predictors(profile)
+        if thin := describe_thinness(profile):
+            logger.warning("%s is %s: a larger --budget of profiler.sweep adds more", config.profile, thin)
         if config.predicts:
             lending = make_lending_policy(predictor, costs, config.num_ranks, config.list_degrees(), config.max_running)
     policy = make_policy(

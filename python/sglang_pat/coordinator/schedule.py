@@ -58,7 +58,7 @@ class _Replica:
 class Schedule:
     """The schedule in force; without one (and under any other policy) an empty one.
 
-    Life cycle: :meth:`set`; then :meth:`look` after every event, and :meth:`complete_entry` when an entry that it
+    Life cycle: :meth:`set`; then :meth:`advance` after every event, and :meth:`complete_entry` when an entry that it
     returned has been; over when all have been.
 
     Args:

@@ -76,7 +76,7 @@ class Switching:
     """The layout in force, and the switch to another one.
 
     Life cycle of a switch: it is :attr:`wanted`; :meth:`advance` begins it, and commands it when all ranks are
-    prepared; :meth:`heard` takes the answers of the ranks.
+    prepared; :meth:`handle_answer` takes the answers of the ranks.
 
     Args:
         leaders: the coordinator's, by rank.

@@ -38,7 +38,7 @@ def is_installed() -> bool:
 
 
 def ensure(children: bool = False) -> None:
-    """:func:`install` where it is :func:`needed`; ``children``: in what this process starts, too."""
+    """:func:`install` where it :func:`is_needed`; ``children``: in what this process starts, too."""
     if is_needed():
         install()
         if children:
@@ -61,7 +61,17 @@ def install() -> None:
             "the CPU shim comes too late: sglang is imported already; call sglang_pat.cpu.shim.ensure() before"
         )
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    sys.meta_path.insert(0, _Finder(stub_kernel=is_needed()))
+    finder = _Finder(_AFTER_IMPORT, stub_kernel=is_needed())
+    setattr(finder, _MARK, True)
+    sys.meta_path.insert(0, finder)
+
+
+def mend_torchvision() -> None:
+    """Have torchvision import, and with it transformers, in a process that may never import SGLang.
+
+    ``make setup`` has every Python of its environment call this, by a ``.pth`` file.
+    """
+    sys.meta_path.insert(0, _Finder({"torchvision.extension": _declare_torchvision_ops}))
 
 
 def install_for_children() -> None:
@@ -96,7 +106,7 @@ class _StubModule(types.ModuleType):
 
 def _declare_torchvision_ops(extension: types.ModuleType) -> None:
     """Declare the operators for which torchvision registers fakes, if its C library did not load."""
-    if extension._has_ops():
+    if extension._has_ops() or hasattr(extension, "_sglang_pat_library"):
         return
     import torch
 
@@ -152,11 +162,11 @@ _AFTER_IMPORT = {
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the stub of ``sgl_kernel``, and runs a fix after each module named in ``_AFTER_IMPORT``."""
+    """Finds the stub of ``sgl_kernel`` if it is to be had, and runs a fix after each module named in ``fixes``."""
 
-    def __init__(self, stub_kernel: bool):
+    def __init__(self, fixes, stub_kernel=False):
+        self.fixes = fixes
         self.stub_kernel = stub_kernel
-        setattr(self, _MARK, True)
 
     def find_spec(self, name, path=None, target=None):
         if name == "sgl_kernel" or name.startswith("sgl_kernel."):
@@ -164,12 +174,12 @@ class _Finder(importlib.abc.MetaPathFinder):
             if not self.stub_kernel or name == "sgl_kernel.scalar_type":
                 return None
             return importlib.machinery.ModuleSpec(name, _StubLoader(), is_package=True)
-        if name not in _AFTER_IMPORT:
+        if name not in self.fixes:
             return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(name, path, target)
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(name, path, target)
             if spec is not None:
-                spec.loader = _ThenFix(spec.loader, _AFTER_IMPORT[name])
+                spec.loader = _ThenFix(spec.loader, self.fixes[name])
                 return spec
         return None
 

@@ -38,7 +38,7 @@ class Waiters:
         self._waiting: dict[Any, tuple[asyncio.Future, Callable[[], bool]]] = {}
 
     async def wait_until(self, true: Callable[[], bool], key: Any = None) -> None:
-        """``key``: of this one, for :meth:`look`."""
+        """Return when ``true()`` holds; it is asked again by :meth:`check`, of all waiters or of this ``key``."""
         key = object() if key is None else key
         while not true():
             future = asyncio.get_running_loop().create_future()

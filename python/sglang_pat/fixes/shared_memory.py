@@ -18,8 +18,8 @@ LATE, ATTEMPTS = "Shared memory manager connection has timed out", 30
 often it is asked."""
 
 
-def retry_once(call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, made once more where torch's helper was only late."""
+def retry_late(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, made again while torch's helper is only late, :data:`ATTEMPTS` times at most."""
 
     @wraps(call)
     def repeated(*args: Any, **kwargs: Any) -> Any:
@@ -41,4 +41,4 @@ def open_with_retry() -> None:
     are still to open it.  One that is opened a second time may be gone before another rank has it.
     """
     if not hasattr(reductions.rebuild_storage_filename, "__wrapped__"):
-        reductions.rebuild_storage_filename = retry_once(reductions.rebuild_storage_filename)
+        reductions.rebuild_storage_filename = retry_late(reductions.rebuild_storage_filename)

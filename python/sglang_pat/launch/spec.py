@@ -44,7 +44,7 @@ from sglang_pat.memory.shapes import ModelShape
 from sglang_pat.policies import registry
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.profile import Fingerprint, Profile
-from sglang_pat.settings import SETTINGS, make_configuration
+from sglang_pat.settings import SETTINGS, add_flags, make_configuration
 from sglang_pat.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -129,19 +129,12 @@ class AdaptiveServerArgs(ServerArgs):
     @staticmethod
     def add_cli_args(parser) -> None:
         ServerArgs.add_cli_args(parser)
-        group = parser.add_argument_group("adaptive tensor parallelism (sglang_pat)")
         parser.set_defaults(
             pat_fraction_given=False,
             pat_in_a_job=False,
             pat_graphs_given=False,
         )
-        group.add_argument("--adaptive-tp", action="store_true", help="merge replicas as the batch drains")
-        for setting in SETTINGS:
-            kind = {"action": "store_true"} if setting.default is False else {"type": type(setting.default or "")}
-            if setting.default is not False:
-                kind["metavar"] = setting.value
-            about = f"{setting.help} Default: {setting.shown_default}."
-            group.add_argument(setting.flag, default=setting.default, help=about, **kind)
+        add_flags(parser)
 
     @property
     def resolved(self) -> bool:

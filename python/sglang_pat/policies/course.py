@@ -131,7 +131,7 @@ class LayoutPlan:
 
     Attributes:
         by_degree: when that layout is taken now (the cost of the switch to it included) and the best course is held
-            from the next interval on.  After a switch tp is not raised again for :data:`~rules.SETTLE_SECONDS`.
+            from the next interval on.  After a switch tp is not raised again for :data:`SETTLE_SECONDS`.
         kept: when that layout is taken now, without the cost of the switch, and kept to the end.
         crowded: degrees in which requests would then wait for others.
         now: cost of a switch to each other degree, seconds.

@@ -45,7 +45,7 @@ UNKNOWN = 0.06
 """A layout is unknown while the logarithm of its factor beside the present one's has a larger standard deviation."""
 
 SETTLED = 0.04
-"""Above it a layout that was just entered is not left within :data:`~rules.SETTLE_SECONDS`: some reports are needed."""
+"""Above it a layout that was just entered is not left within :data:`.rules.SETTLE_SECONDS`: some reports are needed."""
 
 TRIED_AFTER = 2
 """Switches of a round after which no layout is tried out any more."""

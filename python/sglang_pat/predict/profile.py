@@ -42,6 +42,9 @@ MOST_POINTS = 4096
 """Of a kind: a surface through more would take more memory than there is."""
 
 
+THIN = 0.5
+"""Share of the points of a sweep from which on its profile is not called thin."""
+
 INFORMATIVE = ("kv_tokens", "max_running")
 """Fields of a fingerprint that may differ."""
 
@@ -200,6 +203,15 @@ def check_complete(profile: Profile, path: str | os.PathLike[str]) -> None:
     """Raise :class:`ProfileError` for one of an interrupted sweep."""
     if not profile.complete:
         raise ProfileError(f"profile {path} is of an interrupted sweep; run the same profiler.sweep again to finish it")
+
+
+def describe_thinness(profile: Profile) -> str:
+    """What to say of a profile of which less than :data:`THIN` was measured; nothing of others."""
+    asked = int(profile.machine.get("points", 0))
+    measured = asked - int(profile.machine.get("left_out", 0)) - int(profile.machine.get("failed", 0))
+    if measured >= THIN * asked:
+        return ""
+    return f"a thin profile: {measured} of {asked} points were measured, the others are guessed from these"
 
 
 def save(profile: Profile, path: str | os.PathLike[str]) -> None:

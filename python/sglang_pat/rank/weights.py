@@ -227,7 +227,7 @@ class _Source:
 class Views:
     """One layout's parameters, as views of the base model's.
 
-    Life cycle: placed once, and again (:meth:`place`) before a switch to the layout if base weights have moved.
+    Life cycle: placed once, and again (:meth:`refresh`) before a switch to the layout if base weights have moved.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The admitter: a state machine without sockets, tasks or clock.
 
-    feed → begin → Launch … → finished → Return … → Abort … → stopped … → RoundOver → begin …
+    feed → begin → Launch … → record_finished → ReturnGroup … → Abort … → record_stopped … → RoundOver → begin …
 
 Every method returns what is to be done (``records.Action``), in order.  What it is told may come in any order and any
 number at once; what it does depends on that order only.  Its whole state is one :class:`~.state.State`.

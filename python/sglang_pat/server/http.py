@@ -57,7 +57,7 @@ class _Parser(argparse.ArgumentParser):
     """SGLang has some hundred flags: an error does not list them."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} (--help lists all flags)")
+        raise ValueError(f"{message} (--help lists our flags, --help-sglang those of SGLang)")
 
 
 def parse_args(argv: list[str]) -> AdaptiveServerArgs:

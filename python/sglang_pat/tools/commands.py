@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def format_short_line(error: BaseException) -> str:
-    """As :func:`sglang_pat.errors.one_line`, at most 400 characters."""
+    """As :func:`sglang_pat.errors.format_one_line`, at most 400 characters."""
     return errors.format_one_line(error)[:400]
 
 

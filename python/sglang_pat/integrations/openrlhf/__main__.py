@@ -10,6 +10,7 @@ server arguments by name; all others are OpenRLHF's.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import runpy
 import sys
@@ -76,12 +77,32 @@ def _check_lengths(response: int | None, whole: int) -> None:
         )
 
 
+def _list_missing() -> list[str]:
+    """Names of the packages that OpenRLHF needs and that are not installed here."""
+    return [name for name in ("ray", "openrlhf") if importlib.util.find_spec(name) is None]
+
+
+def _print_help() -> None:
+    """Ours; OpenRLHF prints its own."""
+    names = ", ".join(setting.name for setting in settings.SETTINGS)
+    print((__doc__ or "").strip())
+    print(f"Our settings (docs/flags.md says what they are): {names}.\n", flush=True)
+
+
 def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & {*argv}:
+        _print_help()
+        if _list_missing():
+            print(f"OpenRLHF's own flags are not shown: not installed here: {', '.join(_list_missing())}")
+            return
     try:
-        given, rest = split(sys.argv[1:] if argv is None else argv)
+        given, rest = split(argv)
         found = _read_as_openrlhf(rest)
         given.check(found[GPUS], found[MODEL])
         _check_lengths(found[RESPONSE], found[WHOLE])
+        if missing := _list_missing():
+            raise ValueError(f"not installed here: {', '.join(missing)}; use the environment in which OpenRLHF runs")
     except ValueError as error:
         sys.exit(f"error: {error}")
     facade.install()

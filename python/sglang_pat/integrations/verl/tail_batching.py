@@ -165,7 +165,7 @@ class TailBatchingBuffer(ReplayBuffer):
         return {**self._admitter.state_dict(), "rows": self._rows, "fed": self._fed}
 
     def restore(self, state: dict[str, Any], source: str) -> None:
-        """Go on where :meth:`state` was taken.
+        """Go on where :meth:`get_state` was taken.
 
         Raises:
             ValueError: it is of another version, one line that names its ``source``.

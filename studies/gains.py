@@ -1,0 +1,365 @@
+"""Where adaptive TP pays: nodes and models on which it is held against every static layout, by model.
+
+    python -m studies.gains [--quick] [--jobs N] [--lengths SHAPE] [--rounds N] [--store]
+
+A row is a node of eight GPUs and a model; a column so many responses a round.  Each static layout that fits has the
+memory of its own ``--tp``.  Adaptive TP has that of the ``--tp`` it is started with, in every layout: here the one
+with which its rounds take least in all.  Rounds are those of :mod:`studies.starts`: replicas have room for so many KV
+tokens, what does not fit waits, and ``survival`` chooses where a round starts and when it goes on in another layout.
+Prefill is left out, and so are the three kernels a layer more that a merged layout has.
+
+``--store`` writes the figures to ``studies/gains.json`` and the table into README.md; all pages quote these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from textwrap import fill
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from profiler import grid
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.registry import make_policy
+from sglang_pat.policies.start import RoundKind, StartDegrees
+from sglang_pat.predict.cost import build_predictors
+from sglang_pat.tools import pictures
+from sglang_pat.tools.commands import Parser, UsageError, run
+from studies import modelled
+from studies.modelled import A3B, A40, H100, L40S, LLAMA, QWEN, QWEN_32B, RANKS, Machine, ModelSize
+from studies.shapes import Shape, parse_shape
+from studies.starts import CORRELATION, GROUP, PROMPT, Generation, Node, make_load, make_snapshot
+
+ROOT = Path(__file__).resolve().parents[1]
+STORED, README = Path(__file__).with_suffix(".json"), ROOT / "README.md"
+POLICIES = ROOT / "docs" / "results" / "policies.md"
+MACHINES = {"8×A40, PCIe": A40, "8×L40S, PCIe": L40S, "8×H100, NVLink": H100}
+MODELS = {"Llama-3.1-8B": LLAMA, "Qwen3-14B": QWEN, "Qwen2.5-32B": QWEN_32B, "Qwen3-30B-A3B": A3B}
+SIZES = (128, 512, 1024)
+"""Responses a round."""
+LENGTHS = "lognormal:7.919,0.885,16384"
+"""DeepScaleR's, as PAT has them, of at most 16K tokens."""
+OTHER_MODEL = {
+    "8×A40, PCIe": ((5.3, 10), (5.4, 12), (4.3, 13), (2.4, 7)),
+    "8×L40S, PCIe": ((4.4, 12), (6.2, 13), (5.0, 13), (2.1, 7)),
+    "8×H100, NVLink": ((2.7, 13), (0.7, 5), (0.2, 3), (1.6, 6)),
+}
+"""What a second model, written apart from this project, says that the best moments of free switches gain over the best
+static layout: percent, mean and most, by model as in :data:`MODELS`.  64 to 1,024 responses of at most 8K, 16K and 32K
+tokens, three shapes of lengths."""
+DEGREES = (1, 2, 4, 8)
+MEMORY_SHARE = 0.85
+"""Of a GPU's memory: weights and KV."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Seconds of each round, by responses a round.
+
+    Attributes:
+        tp: the degree, or for adaptive TP the one that it was started with (its ``--tp``).
+        switches: in all rounds.
+    """
+
+    machine: str
+    model: str
+    tp: int
+    adaptive: bool
+    size: int
+    seconds: list[float]
+    switches: int = 0
+
+
+@dataclass(frozen=True)
+class Task:
+    machine: str
+    model: str
+    tp: int
+    adaptive: bool
+    size: int
+    rounds: int
+    lengths: str
+    seed: int
+
+
+def count_room(machine: Machine, model: ModelSize, base_tp: int) -> dict[int, int]:
+    """KV tokens that a replica has room for, by degree: what the weights of the base layout leave of each GPU."""
+    free = MEMORY_SHARE * machine.memory - model.weight_bytes / base_tp
+    per_head = model.kv_bytes / model.kv_heads
+    return {tp: int(max(free, 0) / (per_head * model.count_kv_heads(tp))) for tp in DEGREES if tp >= base_tp}
+
+
+def list_degrees(machine: Machine, model: ModelSize, shape: Shape) -> list[int]:
+    """Those in which a replica has room for the longest response."""
+    return [tp for tp in DEGREES if count_room(machine, model, tp)[tp] >= PROMPT + shape.limit]
+
+
+def make_node(machine: Machine, model: ModelSize, base_tp: int) -> Node:
+    """With the profile that ``profiler.sweep``'s grid gives of the modelled times."""
+    times, room = modelled.make_times(machine, model), count_room(machine, model, base_tp)
+    axes = grid.BATCHES, grid.CONTEXTS
+    profile = modelled.build(machine, model, base_tp, ("profiler.sweep's grid",), False, times, axes, room)
+    # Prefill is left out of the rounds, so the policy is not to count it.
+    predictor, costs = build_predictors(msgspec.structs.replace(profile, prefill=()))
+    policy = make_policy("survival", predictor=predictor, costs=costs, max_running=None)
+    return Node(model=model, times=times, profile=profile, room=room, costs=costs, policy=policy)
+
+
+def study(task: Task) -> Rounds:
+    """All rounds of one layout; the same lengths for all."""
+    machine, model, shape = MACHINES[task.machine], MODELS[task.model], parse_shape(task.lengths)
+    node = make_node(machine, model, task.tp if task.adaptive else list_degrees(machine, model, shape)[0])
+    if not task.adaptive:
+        node = replace(node, room=count_room(machine, model, task.tp))
+    random, history, starts = np.random.default_rng(task.seed), LengthHistory(), StartDegrees(tuple(node.room))
+    found = Rounds(task.machine, task.model, task.tp, task.adaptive, task.size, [])
+    switches = 0
+    for _ in range(task.rounds):
+        lengths = shape.draw(task.size, CORRELATION, GROUP, random)
+        if not task.adaptive:
+            course = Generation(node, lengths, shape.limit, task.tp, LengthHistory()).run()
+            found.seconds.append(round(course.seconds, 3))
+            continue
+        rule = starts.get_start_degree(RoundKind("", task.size))
+        coming = make_load(task.size, shape.limit, np.zeros(task.size, dtype=int))
+        snapshot = make_snapshot(node, task.tp, task.size, coming=coming, start=rule.tp)
+        chosen = node.policy(snapshot, history).tp
+        course = Generation(node, lengths, shape.limit, chosen, history, node.policy, rule.tp).run()
+        rule.observe(course.retracted, int(lengths.sum()), course.seconds)
+        switches += len(course.switches)
+        found.seconds.append(round(course.seconds + node.costs.estimate(task.tp, chosen).seconds, 3))
+    return replace(found, switches=switches)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Of a node, a model and a size: seconds a round by static degree, the best and the worst that fit; adaptive's."""
+
+    static: dict[int, float]
+    adaptive: float
+    spread: tuple[float, float]
+    """Of single rounds: best static layout (of all rounds) over adaptive, the least and the largest."""
+
+    @property
+    def best(self) -> int:
+        return min(self.static, key=lambda tp: self.static[tp])
+
+    @property
+    def over_best(self) -> float:
+        return self.static[self.best] / self.adaptive
+
+    @property
+    def over_worst(self) -> float:
+        return max(self.static.values()) / self.adaptive
+
+    @property
+    def wrong(self) -> float:
+        """What the worst static layout costs against the best one."""
+        return max(self.static.values()) / self.static[self.best]
+
+
+Found = dict[tuple[str, str], tuple[int, dict[int, Gain]]]
+"""By node and model: the ``--tp`` that adaptive TP is started with, and the gains by size."""
+
+
+def collect(done: list[Rounds]) -> Found:
+    found: Found = {}
+    for key in dict.fromkeys((each.machine, each.model) for each in done):
+        mine = [each for each in done if (each.machine, each.model) == key]
+        sizes = sorted({each.size for each in mine})
+        bases = sorted({each.tp for each in mine if each.adaptive})
+        # Each size counts the same, whatever its rounds take.
+        least = {size: min(sum(each.seconds) for each in mine if each.size == size) for size in sizes}
+        base = min(bases, key=lambda tp: sum(sum(e.seconds) / least[e.size] for e in mine if e.adaptive and e.tp == tp))
+        gains = {}
+        for size in sizes:
+            static = {each.tp: each for each in mine if each.size == size and not each.adaptive}
+            (adaptive,) = (each for each in mine if each.size == size and each.adaptive and each.tp == base)
+            best = min(static.values(), key=lambda each: sum(each.seconds)).seconds
+            each = [one / other for one, other in zip(best, adaptive.seconds, strict=True)]
+            means = {tp: float(np.mean(one.seconds)) for tp, one in static.items()}
+            gains[size] = Gain(means, float(np.mean(adaptive.seconds)), (min(each), max(each)))
+        found[key] = base, gains
+    return found
+
+
+def plan(lengths: str, rounds: int, sizes: tuple[int, ...], seed: int) -> list[Task]:
+    tasks, shape = list[Task](), parse_shape(lengths)
+    for machine, on in MACHINES.items():
+        for model, of in MODELS.items():
+            degrees = list_degrees(on, of, shape)
+            cases = [(tp, False) for tp in degrees] + [(tp, True) for tp in degrees if tp < RANKS]
+            tasks += [Task(machine, model, *case, size, rounds, lengths, seed) for case in cases for size in sizes]
+    return tasks
+
+
+HEADS = ("node", "model", "`--tp`")
+
+
+def list_rows(found: Found) -> list[tuple[str, ...]]:
+    """README's table: how many times as fast as the best static layout / as the worst that fits."""
+    return [
+        (*key, str(base), *(f"{gain.over_best:.2f} / {gain.over_worst:.2f}" for gain in gains.values()))
+        for key, (base, gains) in found.items()
+    ]
+
+
+def list_details(found: Found) -> list[tuple[str, ...]]:
+    """The table of ``docs/results/policies.md``: seconds a round."""
+    return [
+        (
+            *key, str(base), f"{size:,}", *(f"{gain.static[tp]:.1f}" if tp in gain.static else "–" for tp in DEGREES),
+            f"{gain.adaptive:.1f}", f"{gain.over_best:.2f} ({pictures.format_span(gain.spread)})",
+            f"{gain.over_worst:.2f}", f"{gain.wrong:.2f}",
+        )
+        for key, (base, gains) in found.items() for size, gain in gains.items()
+    ]  # fmt: skip
+
+
+DETAIL_HEADS = (
+    *HEADS, "responses", "static tp1, s", "tp2", "tp4", "tp8", "adaptive, s", "over the best", "over the worst",
+    "worst over best static",
+)  # fmt: skip
+
+
+BASES_HEADS = ("node", "model", *(f"from tp{tp}" for tp in DEGREES if tp < RANKS))
+
+
+def list_bases(done: list[Rounds]) -> list[tuple[str, ...]]:
+    """Adaptive TP over the best static layout, mean over the sizes, by the ``--tp`` that it is started with."""
+    lines = []
+    for machine, model in dict.fromkeys((each.machine, each.model) for each in done):
+        mine = [each for each in done if (each.machine, each.model) == (machine, model)]
+        best = {size: min(sum(e.seconds) for e in mine if not e.adaptive and e.size == size) for size in SIZES}
+        cells = []
+        for tp in DEGREES[:-1]:
+            found = [best[each.size] / sum(each.seconds) for each in mine if each.adaptive and each.tp == tp]
+            cells.append(f"{np.mean(found):.2f}" if found else "–")
+        lines.append((machine, model, *cells))
+    return lines
+
+
+COMPARED_HEADS = ("node", "model", "ours: mean, most", "second model, free switches: mean, most")
+
+
+def list_compared(found: Found) -> list[tuple[str, ...]]:
+    """Gains over the best static layout in percent, beside those of the second model."""
+    lines = []
+    for (machine, model), (_, sizes) in found.items():
+        ours = [100 * (gain.over_best - 1) for gain in sizes.values()]
+        mean, most = OTHER_MODEL[machine][list(MODELS).index(model)]
+        lines.append((machine, model, f"{np.mean(ours):.1f}, {max(ours):.1f}%", f"{mean}, {most}%"))
+    return lines
+
+
+def format_markdown(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [heads, ("---",) * len(heads), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def format_sizes(found: Found) -> tuple[str, ...]:
+    _, gains = next(iter(found.values()))
+    return tuple(f"{size:,} responses" for size in gains)
+
+
+def format_message(done: list[Rounds]) -> str:
+    """What README says above its table, computed from what is in it."""
+    found = collect(done)
+    gains = [(machine, gain) for (machine, _), (_, sizes) in found.items() for gain in sizes.values()]
+    wrong = pictures.format_span((gain.wrong for _, gain in gains), ".1f")
+    best = {
+        kind: [round(100 * (gain.over_best - 1), 3) for machine, gain in gains if machine.endswith(kind)]
+        for kind in ("PCIe", "NVLink")
+    }
+    lines = [f"- **Choosing the wrong static layout makes rounds take {wrong} times as long.**"]
+    lines += [
+        f"- **With {kind}** adaptive TP is {np.mean(shares):.1f}% faster than the best static layout on average; at "
+        f"worst {round(min(shares)) + 0}%, at best {round(max(shares))}%."
+        for kind, shares in best.items()
+    ]
+    least = min(cell for _, _, *cells in list_bases(done) for cell in cells if cell != "–")
+    lines.append(
+        "- **Start with a `--tp` whose weights leave room for KV.** From a lower one adaptive TP cannot repair that, "
+        f"and may reach only {least} of the best static layout's speed."
+    )
+    return "".join(fill(line, 100, subsequent_indent="  ") + "\n" for line in lines)
+
+
+def format_stored(done: list[Rounds]) -> str:
+    """JSON, a line each."""
+    return "[\n" + ",\n".join(json.dumps(asdict(each), ensure_ascii=False) for each in done) + "\n]\n"
+
+
+def list_stored() -> list[Rounds]:
+    return [Rounds(**each) for each in json.loads(STORED.read_text())]
+
+
+def read_stored() -> Found:
+    return collect(list_stored())
+
+
+def replace_between(page: Path, mark: str, text: str) -> None:
+    """Put a table between ``<!-- MARK:begin -->`` and ``<!-- MARK:end -->``."""
+    pattern = rf"(<!-- {mark}:begin -->\n).*?(<!-- {mark}:end -->)"
+    whole, count = re.subn(pattern, lambda found: found[1] + text + found[2], page.read_text(), flags=re.DOTALL)
+    if count != 1:
+        raise UsageError(f"{page}: must have <!-- {mark}:begin --> and <!-- {mark}:end --> once")
+    page.write_text(whole)
+
+
+def main(argv: list[str] | None = None) -> int:
+    about = "Where adaptive TP pays: nodes, models, responses a round (modelled)."
+    parser = Parser(prog="python -m studies.gains", description=about)
+    parser.add_argument("--quick", action="store_true", help="128 responses, one round")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
+    about = "of responses, as in studies.compare (default: %(default)s)"
+    parser.add_argument("--lengths", metavar="SHAPE", default=LENGTHS, help=about)
+    parser.add_argument("--rounds", type=int, default=3, help="of each setting (default 3)")
+    parser.add_argument("--seed", type=int, default=0, help="of the lengths (default 0)")
+    parser.add_argument("--store", action="store_true", help=f"write {STORED.name}, and the tables of the pages")
+    args: argparse.Namespace = parser.parse_args(argv)
+    if args.rounds < 1:
+        raise UsageError(f"--rounds {args.rounds}: must be at least 1")
+    if args.store and (args.quick or args.lengths != LENGTHS):
+        raise UsageError("--store: not with --quick or --lengths; pages have the whole table with its own lengths")
+    try:
+        tasks = plan(args.lengths, 1 if args.quick else args.rounds, SIZES[:1] if args.quick else SIZES, args.seed)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    with ProcessPoolExecutor(args.jobs) as pool:
+        done = list(track(pool.map(study, tasks), "layouts", len(tasks), console=Console(stderr=True)))
+    found = collect(done)
+    table = Table(title="Seconds a round (modelled)", title_justify="left")
+    for head in DETAIL_HEADS:
+        table.add_column(head, justify="right")
+    for row in list_details(found):
+        table.add_row(*row)
+    Console(highlight=False, width=200).print(table)
+    if args.store:
+        STORED.write_text(format_stored(done))
+        store_tables(done)
+    return 0
+
+
+def store_tables(done: list[Rounds]) -> None:
+    found = collect(done)
+    replace_between(POLICIES, "gains:bases", format_markdown(BASES_HEADS, list_bases(done)))
+    replace_between(README, "gains:text", format_message(done))
+    replace_between(README, "gains", format_markdown((*HEADS, *format_sizes(found)), list_rows(found)))
+    replace_between(POLICIES, "gains:compared", format_markdown(COMPARED_HEADS, list_compared(found)))
+    replace_between(POLICIES, "gains", format_markdown(DETAIL_HEADS, list_details(found)))
+
+
+if __name__ == "__main__":
+    sys.exit(run("studies.gains", main))
