@@ -172,7 +172,7 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> Path:
     figure.legend(handles=handles, fontsize=10, frameon=False, loc="outside lower left", ncols=4)
     faster = numbers[sync[-1]]["times as fast"]
     pictures.set_figure_title(
-        figure, f"On two CPU cores a real step of verl is {faster:.2f} times as fast with all of it"
+        figure, f"On two CPU cores a step of verl is {faster:.2f} times as fast up to adaptive TP"
     )
     return pictures.save(figure, path)
 
