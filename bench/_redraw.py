@@ -203,7 +203,7 @@ def verl_step() -> Path:
     from rl_step import HEADS, draw
 
     (rows,) = tables(RESULTS / "training.md", *HEADS)
-    return draw(rows, "Drawn from a table of docs/results/training.md.", IMAGES / "verl_step.png")
+    return draw(rows, IMAGES / "verl_step.png")
 
 
 # -- learning -------------------------------------------------------------------------------------------------

@@ -41,17 +41,16 @@ import _verl_jobs
 import rollout
 from _programs import MAXIMUM, MINIMUM, make_ground_truth
 from _verl_jobs import APART, ROOT, Steps
+from matplotlib.patches import Patch
 
 from sglang_pat.demo.cases import NATURAL, Case
 from sglang_pat.testing import models
-from sglang_pat.tools import console
+from sglang_pat.tools import console, pictures
 from sglang_pat.tools.console import Speaker
 
 sys.path += [str(ROOT), str(ROOT / "examples"), str(ROOT / "examples" / "verl_grpo")]
 import run_cpu
 from on_cpu import cpu_jobs
-
-from studies import step_picture
 
 MODEL = Path(".cache/models/llama-step")
 SHAPE = dict(layers=2, hidden=256, intermediate=1536, heads=4, kv_heads=2, logit_std=1)
@@ -143,16 +142,37 @@ def _format(values: list[float]) -> str:
     return f"{mean(values):.2f}{span}"
 
 
-def draw(rows: Sequence[Mapping[str, str]], source: str, path: Path) -> Path:
-    """Args: ``rows``: of the table, by its heads."""
+BARS = {"rollout, s": ("rollout", pictures.BLUE), "reward, s": ("waiting for rewards", pictures.ORANGE),
+        "training, s": ("training", pictures.OURS), "rest, s": ("weights, and the rest", pictures.FAINT)}  # fmt: skip
+"""Columns of the table, and what they leave of a step: name and colour."""
+
+
+def draw(rows: Sequence[Mapping[str, str]], path: Path) -> Path:
+    """A bar a row, as long as the step; both panels have one scale.  Args: ``rows``: of the table, by its heads."""
     numbers = {
         row["with"]: {head: float(cell.partition(" ")[0]) for head, cell in row.items() if head != "with"}
         for row in rows
         if row["with"] not in OTHERS
     }
-    panels = {"shared ranks": {f"+ {way}" if place else way: numbers[way] for place, way in enumerate(numbers)}}
-    title = f"Real, two CPU cores: {list(numbers.values())[-1]['times as fast']:.2f} times as fast with all of it"
-    return step_picture.draw_panels(panels, title, f"Real jobs of verl with a small model. {source}", path)
+    ways = list(numbers)
+    figure, (axes,) = pictures.make_panels(1, width=8.0, height=2.6, columns=1)
+    for place, way in enumerate(ways):
+        row, left = numbers[way], 0.0
+        row["rest, s"] = max(0.0, row["step, s"] - sum(row[head] for head in BARS if head in row))
+        for head, (_, color) in BARS.items():
+            axes.barh(place, row[head], left=left, color=color, height=0.72)
+            left += row[head]
+        axes.text(left, place, f" {row['step, s']:.1f} s", va="center", fontsize=10, color=pictures.LINE)
+    axes.set_yticks(range(len(ways)), [f"+ {way}" if place else way for place, way in enumerate(ways)], fontsize=10)
+    axes.set_ylim(len(ways) - 0.5, -0.5)
+    axes.set_xlim(0, 1.1 * max(row["step, s"] for row in numbers.values()))
+    axes.grid(axis="y", visible=False)
+    pictures.set_labels(axes, "seconds of a step", "")
+    handles = [Patch(color=color, label=name) for name, color in BARS.values()]
+    figure.legend(handles=handles, fontsize=10, frameon=False, loc="outside lower left", ncols=4)
+    faster = numbers[ways[-1]]["times as fast"]
+    pictures.set_figure_title(figure, f"On two CPU cores a step of verl is {faster:.2f} times as fast with all of it")
+    return pictures.save(figure, path)
 
 
 HEADS = ("with", *STAGES, "times as fast", "as the row above")
@@ -207,7 +227,7 @@ def main() -> int:
             _bench.write(args.json, about=about, loads=loads, steps=found, faster=compare(found, first))
     show(found)
     if args.png:
-        draw([dict(zip(HEADS, line, strict=True)) for line in list_rows(found)], "", args.png)
+        draw([dict(zip(HEADS, line, strict=True)) for line in list_rows(found)], args.png)
     return 0
 
 

@@ -64,28 +64,3 @@ def draw_bars(axes: Axes, rows: Mapping[str, Mapping[str, float]]) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.1 * max(row["step, s"] for row in rows.values()))
     axes.grid(axis="y", visible=False)
-
-
-def draw_panels(panels: Found, title: str, about: str, path: Path) -> Path:
-    """A bar a row; beside it how many times as fast it is as the first one."""
-    figure, axes_of_panels = pictures.make_panels(len(panels), width=4.6, height=3.4)
-    for axes, (name, rows) in zip(axes_of_panels, panels.items(), strict=True):
-        for place, row in enumerate(rows.values()):
-            left = 0.0
-            for stage, (_, color) in STAGES.items():
-                axes.barh(place, row[stage], left=left, color=color, height=0.7)
-                left += row[stage]
-            said = f"{row['times as fast']:.2f}×" if place else f"{row['step, s']:.0f} s"
-            paper = f"  (paper {row['paper']:.2f})" if place and "paper" in row else ""
-            axes.text(left, place, f" {said}{paper}", va="center", fontsize=8.5, color=pictures.LINE)
-        axes.set_yticks(range(len(rows)), list(rows))
-        axes.invert_yaxis()
-        axes.set_xlim(0, 1.25 * max(row["step, s"] for row in rows.values()))
-        axes.grid(axis="y", visible=False)
-        pictures.set_panel_title(axes, name)
-        pictures.set_labels(axes, "seconds of a step", "")
-    handles = [Patch(color=color, label=name) for name, color in STAGES.values()]
-    figure.legend(handles=handles, fontsize=8.5, frameon=False, loc="outside lower left", ncols=3)
-    pictures.set_figure_title(figure, title)
-    pictures.set_footer(figure, about, 0.6)
-    return pictures.save(figure, path)

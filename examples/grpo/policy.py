@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -105,7 +105,7 @@ def compute_logprobs(
 def compute_advantages(rewards: Sequence[float]) -> list[float]:
     """Of the responses of a group: how much better than its mean, in standard deviations."""
     values = torch.tensor(rewards)
-    return ((values - values.mean()) / (values.std() + 1e-6)).tolist() if len(rewards) > 1 else [0.0]
+    return ((values - values.mean()) / (values.std() + 1e-6)).tolist() if len(rewards) > 1 else [0.0 for _ in rewards]
 
 
 def add_gradient(policy: Any, groups: Sequence[Group], decoupled: bool) -> float:
@@ -122,8 +122,8 @@ def add_gradient(policy: Any, groups: Sequence[Group], decoupled: bool) -> float
     """
     work: list[tuple[list[int], Sample, float]] = []
     for group in groups:
-        samples = group.list_kept()
-        advantages = compute_advantages([float(sample.reward or 0.0) for sample in samples])
+        samples = group.list_rewarded()
+        advantages = compute_advantages([cast(float, sample.reward) for sample in samples])
         work += [(group.prompt["input_ids"], *both) for both in zip(samples, advantages, strict=True)]
     apart = 0.0
     most = min(TOKENS, LOGITS // policy.config.vocab_size)

@@ -247,7 +247,7 @@ class Trainer:
             self.train(groups)
         else:
             self.lending.finish()
-        tokens = sum(len(sample.output.token_ids) for group in groups for sample in group.list_kept())
+        tokens = sum(len(sample.output.token_ids) for group in groups for sample in group.list_rewarded())
         for parameter in self.policy.parameters():
             parameter.grad /= tokens
         torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, AgentLoopWorker
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, ReplayBuffer, ReplayBufferAsync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils as tu
@@ -347,7 +348,12 @@ async def test_under_any_manager_an_end_is_told_and_a_stopped_response_is_not_sc
     assert stopped.extra_fields[MISSING] and (await ledger.take_figures())["stopped"] == 1
     reward.set()
     assert (await running).reward_score == 0.5 and worker.asked == 1 and MISSING not in running.result().extra_fields
-    assert response_ends._ledgers.pop(worker) is not None
+
+
+def test_the_actor_has_no_older_copy_of_it():
+    """Ray copies what a class inherits."""
+    actor = AgentLoopWorkerTQ.__ray_metadata__.modified_class
+    assert actor._compute_score is AgentLoopWorker._compute_score is response_ends.compute_score
 
 
 async def test_a_sample_says_that_its_reward_is_missing(ledger):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sglang_pat.rewards.missing import MISSING, Missing
 from sglang_pat.rollout.records import Group, Summary
 from sglang_pat.rollout.rewards import Response
 from sglang_pat.rollout.rounds import RolloutRound
@@ -212,6 +213,22 @@ async def test_a_reward_that_raises_or_is_cancelled_ends_the_round():
 def test_over_http():
     *groups, _ = play(PlayedServer(), admitter(3, 4, 0), reward=lambda response: response.output.tokens)
     assert rewards(groups) == [[3.0, 3.0], [4.0, 4.0]]
+
+
+async def test_a_missing_reward_is_no_reward_of_nought():
+    """What is trained on is what has a reward, and something to be compared with."""
+
+    def reward(response: Response) -> float | Missing:
+        prompt, number = response.prompt["input_ids"][0], response.sample.number
+        return MISSING if prompt == 3 or (prompt, number) == (4, 1) else float(number)
+
+    *groups, _ = await all_of(
+        begin(admitter(3, 4, 5, num_prompts=3, num_responses=3, eta_prompts=1.0, eta_responses=1.0), Played(), reward)
+    )
+    found = {group.prompt["input_ids"][0]: group for group in groups}
+    assert [sample.reward for sample in found[4].list_kept()].count(None) == 1
+    numbers = {prompt: sorted(sample.number for sample in group.list_rewarded()) for prompt, group in found.items()}
+    assert numbers == {3: [], 4: [0, 2], 5: [0, 1, 2]}
 
 
 def test_a_reward_that_is_no_function():

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
+from typing import Final
+
+
+class Missing(enum.Enum):
+    """One value, which is no number."""
+
+    REWARD = enum.auto()
+
+
+MISSING: Final = Missing.REWARD
+"""What a reward function of ``rollout`` returns if nobody knows what a response is worth."""
 
 
 def choose_rewarded(has_reward: Sequence[bool]) -> list[int]:

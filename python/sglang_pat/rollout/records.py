@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from sglang_pat.rewards.missing import choose_rewarded
+
 
 class PromptKey(NamedTuple):
     """A prompt: the same one comes again in another epoch."""
@@ -110,7 +112,8 @@ NEW, RUNNING, STOPPING, DONE = "new", "running", "stopping", "done"
 class Sample(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False, gc=False):
     """A response: ``new``, ``running``, ``stopping`` (its abort is not confirmed) or ``done``.
 
-    ``had``: tokens that were thrown away last, in this round.  ``reward``: None where nobody asked for one.
+    ``had``: tokens that were thrown away last, in this round.  ``reward``: None where nobody asked for one,
+    and where it is missing.
     """
 
     number: int
@@ -184,6 +187,11 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
 
     def list_kept(self) -> list[Sample]:
         return [self.samples[number] for number in self.chosen]
+
+    def list_rewarded(self) -> list[Sample]:
+        """Those to train on after a round with rewards (:func:`~sglang_pat.rewards.missing.choose_rewarded`)."""
+        kept = self.list_kept()
+        return [kept[index] for index in choose_rewarded([sample.reward is not None for sample in kept])]
 
     def floor(self, number: int) -> int:
         """Of a sample, whichever draw it is of; 0 if the group was never passed over."""

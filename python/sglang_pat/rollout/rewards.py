@@ -13,6 +13,7 @@ from typing import Any, SupportsFloat, cast
 
 import msgspec
 
+from sglang_pat.rewards.missing import MISSING, Missing
 from sglang_pat.rollout.calls import Calls
 from sglang_pat.rollout.records import Group, Output, PromptKey, SampleId
 
@@ -30,8 +31,8 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     output: Output
 
 
-Reward = Callable[[Response], "float | Awaitable[float]"]
-"""What a response is worth, a finite number; called as :class:`~.calls.Calls` says."""
+Reward = Callable[[Response], "float | Missing | Awaitable[float | Missing]"]
+"""What a response is worth, a finite number, or :data:`MISSING`; called as :class:`~.calls.Calls` says."""
 
 
 class Rewards:
@@ -47,7 +48,7 @@ class Rewards:
     ) -> None:
         self._reward, self._record, self._fail = reward, record, fail
         self._calls = Calls("rollout rewards")
-        self._tasks: dict[PromptKey, dict[int, asyncio.Task[float]]] = {}
+        self._tasks: dict[PromptKey, dict[int, asyncio.Task[float | None]]] = {}
         """By the number of the response."""
         self._deliveries: dict[PromptKey, asyncio.Task[None]] = {}
         self._stopped = False
@@ -110,9 +111,12 @@ class Rewards:
             delivery.cancel()
         self._calls.stop()
 
-    async def _ask(self, response: Response) -> float:
+    async def _ask(self, response: Response) -> float | None:
         try:
-            reward = check_reward(await self._calls.call(self._reward, response), response.sample)
+            given = await self._calls.call(self._reward, response)
+            if given is MISSING:
+                return None
+            reward = check_reward(given, response.sample)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or not task.cancelling():  # not by us: what it waited for was

@@ -60,7 +60,7 @@ POLL_SECONDS = 0.5
 
 
 def is_used(config: DictConfig) -> bool:
-    """Whether a job asks for it, as far as can be told without its rules."""
+    """Whether a job asks for it, in the options of its trainer mode."""
     version = config.trainer.v1
     mode = version.trainer_mode
     return mode in TRAINER_MODES and (version.get(mode) or {}).get("tail_batching") in MODES

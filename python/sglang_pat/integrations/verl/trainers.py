@@ -97,7 +97,7 @@ class AdaptiveTrainer(PPOTrainer):
     _ledger: TrainerLedger | None = None
     """Of rewards with limits."""
     _ends: TrainerLedger | None = None
-    """Of responses, with tail batching; the ledger of rewards with limits, if there are such."""
+    """Of responses that have ended, with tail batching; the same one, if there are rewards with limits."""
     _tail_batching_at: str | None = None
     """Where the options of tail batching are; None: this mode has none."""
     _buffer_class: type[TailBatchingBuffer] = TailBatchingBuffer
@@ -119,9 +119,9 @@ class AdaptiveTrainer(PPOTrainer):
     def _setup(self) -> None:
         if rewards.is_used(self.config):
             self._ledger = TrainerLedger(rewards.read_limit_rules(self.config))
-        super()._setup()
         if isinstance(self.replay_buffer, TailBatchingBuffer):
             self._ends = self._ledger or TrainerLedger(rewards.read_limit_rules(self.config))
+        super()._setup()
         self._figures = self._ask_totals()
 
     def on_validate_begin(self) -> None:
