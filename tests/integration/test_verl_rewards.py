@@ -450,10 +450,10 @@ def test_nothing_is_trained_on_without_a_reward(verl_job, words):
         trained = [line for lines in groups.values() for line in lines]
         assert not any(verl_rewards.fails(line["output"]) for line in trained)
         assert step[METRIC] == 16 - len(trained) and min(map(len, groups.values())) >= 2
-        assert math.isfinite(step["actor/grad_norm"]) and step["actor/grad_norm"] > 0
+        differ = [len({line["score"] for line in lines}) > 1 for lines in groups.values()]
+        assert math.isfinite(step["actor/grad_norm"]) and (step["actor/grad_norm"] > 0) == any(differ)
         if words is FILTERED:
-            assert len(groups) == 4
-            assert all(len({line["score"] for line in lines}) > 1 for lines in groups.values())
+            assert len(groups) == 4 and all(differ)
     assert sum(job.series(METRIC)) > 0
 
 
