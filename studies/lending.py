@@ -230,7 +230,7 @@ def list_risks(risks: list[Risk], by: str) -> list[tuple[str, ...]]:
 
 
 def format_risks(risks: list[Risk]) -> list[Table]:
-    tables = []
+    tables: list[Table] = []
     right = [risk for risk in risks if risk.believed == RIGHT]
     table = make_table("a step with lending, against the same without (simulated); negative is faster", ("", *RISKS))
     for by in ("size", "machine", "shape", "training", "rho"):

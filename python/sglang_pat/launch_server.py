@@ -73,7 +73,7 @@ def _serve_streaming(argv: list[str]) -> None:
 
     try:
         rest = take_flag(argv)
-        from sglang.srt import server_args
+        import sglang.srt.server_args as server_args  # pyright: ignore[reportMissingTypeStubs]
 
         prepare = server_args.prepare_server_args
 

@@ -397,9 +397,9 @@ def test_a_lent_step_by_hand():
     whole, half = replay.whole, replay.half
     at = [int(np.searchsorted(replay.points, token)) for token in (512, 2048)]
     assert replay.points[at].tolist() == [512, 2048]
-    before = whole.compute_spent(1, 0, at[0]).max()
-    lent = half.compute_spent(1, *at).max()
-    after = whole.compute_spent(1, at[1], len(whole.points) - 1).max()
+    before = whole.seconds(1, 0)[at[0]]
+    lent = half.seconds(1, at[0])[at[1] - at[0]]
+    after = whole.seconds(1, at[1])[-1]
     moves = [replay.move_seconds(point, 1) for point in at]
     assert step.rollout == pytest.approx(before + lent + after + sum(moves))
     assert step.hidden == pytest.approx(1e-4 * 1100)
