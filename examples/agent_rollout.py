@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import sglang_pat
+from profiler.launch import set_environment
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.records import Group
 from sglang_pat.rollout.rules import MODES, Rules
@@ -82,9 +83,11 @@ def main() -> None:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Tool)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    set_environment(quiet=True)  # on a CPU SGLang warns of much that it lacks there
+    print("starting the engine", flush=True)
     engine = sglang_pat.Engine(
         model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True, pat_switch_at=3,
-        dtype="float32", max_total_tokens=16384,
+        dtype="float32", max_total_tokens=16384, log_level="error",
     )  # fmt: skip
     agent = Agent(f"http://127.0.0.1:{server.server_port}", engine.tokenizer_manager.tokenizer)
     # Of all turns of a sample together.

@@ -15,6 +15,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 import sglang_pat
+from profiler.launch import set_environment
 from sglang_pat.testing import models
 
 
@@ -25,9 +26,11 @@ def main() -> None:
     args = parser.parse_args()
     model = args.model or models.make_random("llama", Path(".cache/models/llama"))
 
+    set_environment(quiet=True)  # on a CPU SGLang warns of much that it lacks there
+    print("starting the engine", flush=True)
     engine = sglang_pat.Engine(
         model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True, pat_switch_at=3,
-        dtype="float32", max_total_tokens=16384,
+        dtype="float32", max_total_tokens=16384, log_level="error",
     )  # fmt: skip
     weights = {name: tensor for file in sorted(model.glob("*.safetensors")) for name, tensor in load_file(file).items()}
     prompts = [[11 + i, 23, 37, 41 + i] for i in range(16)]
