@@ -20,7 +20,6 @@ from typing import Any
 from sglang_pat.config import STREAM_VARIABLE
 from sglang_pat.cpu import shim
 from sglang_pat.launch import processes
-from sglang_pat.settings import add_flags
 
 SGLANGS_HELP = "--help-sglang"
 
@@ -47,6 +46,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def _print_help() -> None:
     """Our flags; SGLang has some three hundred more."""
+    from sglang_pat.settings import add_flags
+
     parser = argparse.ArgumentParser(
         prog="python -m sglang_pat.launch_server",
         usage="%(prog)s --model-path M --tp N --dp N --adaptive-tp [flags]",

@@ -88,6 +88,8 @@ def make_config(
         experts, chosen, expert_width: of a mixture: of each layer, for each token, and inside of one.
     """
     head_dim = head_dim or hidden // heads
+    if arch == "phi":  # its queries have key-value heads of their own, whatever the config says
+        kv_heads = heads
     if head_dim % 2 or heads % kv_heads:
         allowed = "give an even head_dim, and kv_heads that divide heads"
         raise ValueError(f"heads={heads}, kv_heads={kv_heads}, head_dim={head_dim}: {allowed}")
