@@ -43,8 +43,7 @@ $(VENV)/.sglang_pat_requirements: $(SOURCES) | $(PY)
 
 $(VENV)/.sglang_pat_setup: $(VENV)/.sglang_pat_requirements $(EXTENSION)
 	$(PIP) --no-build-isolation --no-deps -e .
-	echo "import sglang_pat.cpu.shim; sglang_pat.cpu.shim.mend_torchvision()" > \
-		"$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision_on_cpu.pth"
+	cp python/sglang_pat/cpu/torchvision_on_cpu.pth "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	touch $@
 
 test: setup

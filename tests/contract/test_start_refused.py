@@ -80,7 +80,7 @@ def test_a_refusal_of_a_rank_is_the_last_line_and_nothing_stays(gpt2):
         flags = ("--model-path", gpt2, "--port", find_free_port(), "--max-total-tokens", 512, "--skip-tokenizer-init")
         command = [sys.executable, "-m", "sglang_pat.launch_server", *BASE, *map(str, flags)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | {"TMPDIR": place})
-        assert check_refused(done, lines=60) == f"error: {OF_A_RANK}"
+        assert check_refused(done, lines=20) == f"error: {OF_A_RANK}"
         assert not list(Path(place).glob(processes.FOLDER_PREFIX + "*"))
 
 
@@ -99,18 +99,19 @@ from sglang_pat.launch_server import main
 
 
 class MergedWrongly(LlamaForCausalLM):
-    "Has the shards of a Llama, but one of its three layers does not see where tokens stand."
+    "Has the shards of a Llama, but attends most to what is least alike."
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         if get_tensor_model_parallel_world_size() > 1:
-            self.model.layers[1].self_attn.rotary_emb.forward = lambda positions, q, k, *_: (q, k)
+            for layer in self.model.layers:
+                layer.self_attn.attn.scaling *= -1
 
 
 class FailsMerged(LlamaForCausalLM):
     def forward(self, input_ids, *args, **kwargs):
         if get_tensor_model_parallel_world_size() > 1:
-            raise IndexError("of a layer\nthat is not there")
+            raise IndexError("of a layer\\nthat is not there")
         return super().forward(input_ids, *args, **kwargs)
 
 
@@ -150,9 +151,11 @@ def test_a_layout_that_computes_something_else(run_code, model, tmp_path, kind, 
         512,
         "--dtype",
         "float32",
+        "--log-level",
+        "error",
         *flags,
     )
-    assert check_refused(run_code(WRONG, *BASE, *flags), lines=60).startswith(f"error: {LINES[kind]}")
+    assert check_refused(run_code(WRONG, *BASE, *flags), lines=20).startswith(f"error: {LINES[kind]}")
 
 
 PROGRAM = """

@@ -282,7 +282,7 @@ def test_tail_batching_takes_no_group_that_differs_by_a_failure_only(monkeypatch
 
 
 class Worker:
-    """What :meth:`AgentLoopWorker._compute_score` needs of a worker; ``gives``: what a reward worker answers."""
+    """What ``AgentLoopWorker._compute_score`` needs of a worker; ``gives``: what a reward worker answers."""
 
     _compute_multi_modal_inputs = staticmethod(lambda output, input_ids: {})
     _get_mm_processor_kwargs = staticmethod(lambda audios: {})

@@ -61,17 +61,19 @@ def install() -> None:
             "the CPU shim comes too late: sglang is imported already; call sglang_pat.cpu.shim.ensure() before"
         )
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    finder = _Finder(_AFTER_IMPORT, stub_kernel=is_needed())
-    setattr(finder, _MARK, True)
-    sys.meta_path.insert(0, finder)
+    sys.meta_path.insert(0, _Finder(stub_kernel=is_needed()))
 
 
-def mend_torchvision() -> None:
-    """Have torchvision import, and with it transformers, in a process that may never import SGLang.
+def find_torchvision(name, path, target):
+    """The module ``torchvision.extension``, with the operators that it misses.
 
-    ``make setup`` has every Python of its environment call this, by a ``.pth`` file.
+    ``make setup`` has every Python of its environment ask this (``torchvision_on_cpu.pth``): there transformers can be
+    imported without the rest of the shim.
     """
-    sys.meta_path.insert(0, _Finder({"torchvision.extension": _declare_torchvision_ops}))
+    spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+    if spec is not None:
+        spec.loader = _ThenFix(spec.loader, _declare_torchvision_ops)
+    return spec
 
 
 def install_for_children() -> None:
@@ -162,11 +164,11 @@ _AFTER_IMPORT = {
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the stub of ``sgl_kernel`` if it is to be had, and runs a fix after each module named in ``fixes``."""
+    """Finds the stub of ``sgl_kernel``, and runs a fix after each module named in ``_AFTER_IMPORT``."""
 
-    def __init__(self, fixes, stub_kernel=False):
-        self.fixes = fixes
+    def __init__(self, stub_kernel: bool):
         self.stub_kernel = stub_kernel
+        setattr(self, _MARK, True)
 
     def find_spec(self, name, path=None, target=None):
         if name == "sgl_kernel" or name.startswith("sgl_kernel."):
@@ -174,12 +176,12 @@ class _Finder(importlib.abc.MetaPathFinder):
             if not self.stub_kernel or name == "sgl_kernel.scalar_type":
                 return None
             return importlib.machinery.ModuleSpec(name, _StubLoader(), is_package=True)
-        if name not in self.fixes:
+        if name not in _AFTER_IMPORT:
             return None
-        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
-            spec = finder.find_spec(name, path, target)
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
             if spec is not None:
-                spec.loader = _ThenFix(spec.loader, self.fixes[name])
+                spec.loader = _ThenFix(spec.loader, _AFTER_IMPORT[name])
                 return spec
         return None
 
