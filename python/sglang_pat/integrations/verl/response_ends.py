@@ -6,6 +6,7 @@ verl's worker asks for the reward of each response, and writes the response when
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from omegaconf import DictConfig
@@ -21,6 +22,7 @@ _LEDGER = "_sglang_pat_ledger"
 _compute_score = AgentLoopWorker._compute_score
 
 
+@functools.wraps(_compute_score)
 async def compute_score(self: AgentLoopWorker, outputs: list[AgentLoopOutput], kwargs: dict[str, Any]) -> None:
     """verl's ``AgentLoopWorker._compute_score``."""
     if not hasattr(self, _LEDGER):
