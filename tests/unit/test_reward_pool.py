@@ -349,3 +349,29 @@ def test_refused_in_one_line(given, said):
     with pytest.raises(ValueError) as refused:
         RewardPool(**{"function": behave, "processes": 1} | given)
     assert str(refused.value).startswith(said) and "\n" not in str(refused.value)
+
+
+ABANDONED = """
+import asyncio, gc
+from sglang_pat.rewards.pool import RewardPool
+
+async def work():
+    pools = [RewardPool(abs_of, processes=2, extra=0) for _ in range(3)]
+    await asyncio.gather(*(pool.score({"x": -i}) for pool in pools for i in range(4)))
+
+def abs_of(x):
+    return abs(x)
+
+asyncio.run(work())
+gc.collect()
+print("over", flush=True)
+"""
+
+
+def test_a_program_that_forgets_to_close_its_pools_ends():
+    """Nobody refers to them any more, and their processes wait for calls."""
+    done = subprocess.run(
+        [sys.executable, "-c", ABANDONED], capture_output=True, text=True, timeout=30,
+        env=os.environ | {"PYTHONPATH": f"{ROOT / 'python'}"},
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout == "over\n", done.stderr

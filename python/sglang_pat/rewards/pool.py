@@ -23,7 +23,6 @@ import signal
 import socket
 import struct
 import time
-import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -286,14 +285,16 @@ class RewardPool:
 _Answer = bytes | tuple[Failure, str]
 """A number and what else was returned, pickled; or why there is none."""
 _SIZE = struct.Struct(">Q")
-_running: weakref.WeakSet[_Process] = weakref.WeakSet()
+_running: set[_Process] = set()
+"""All that live, also those of a pool that nobody has closed and that is gone: else nobody would end them."""
 
 
 @atexit.register
 def _end_all() -> None:
     """Before multiprocessing waits for them."""
     for process in list(_running):
-        process.end()
+        if process.owner == os.getpid():  # a child may have been forked since
+            process.end()
 
 
 class _Process:
@@ -303,6 +304,7 @@ class _Process:
     """
 
     def __init__(self, context: Any, given: tuple[Any, ...], forget: Callable[[_Process], None]) -> None:
+        self.owner = os.getpid()
         self._socket, theirs = socket.socketpair()
         self._process = context.Process(target=_serve, args=(theirs, *given))
         self._process.start()
