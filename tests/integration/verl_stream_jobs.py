@@ -21,8 +21,9 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
+from sglang_pat.integrations.verl.bell import Bell
 from sglang_pat.integrations.verl.fields import was_stopped
-from sglang_pat.integrations.verl.lending import AdaptiveStreamLent, Bell, LentWorker
+from sglang_pat.integrations.verl.lending import AdaptiveStreamLent, LentWorker
 from sglang_pat.integrations.verl.streaming import AdaptiveStream, Stream
 from sglang_pat.integrations.verl.tail_batching import TailBatchingBuffer
 from sglang_pat.rollout.state import LONG

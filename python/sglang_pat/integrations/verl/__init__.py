@@ -10,6 +10,7 @@
 | ``trainers``, ``tail_batching`` | in the process of the trainer: what is logged; which prompts run in which step |
 | ``streaming``, ``stream_options`` | in the same: training on what is complete; what that is exact with |
 | ``lending`` | in the same: on GPUs that the engines lend |
+| ``bell`` | in a Ray actor: whether a chunk that is being trained is to end |
 | ``gradient_sums`` | in each process of the trainer's GPUs: gradients of chunks |
 | ``balancer`` | in a Ray actor: which engine gets the next request |
 """

@@ -28,6 +28,7 @@ from verl.utils.memory_utils import aggressive_empty_cache
 from verl.workers.engine.fsdp import transformer_impl
 
 from sglang_pat.integrations.verl import stream_options
+from sglang_pat.integrations.verl.bell import Bell
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
 from sglang_pat.integrations.verl.streaming import SWITCHED_AT, Stream, check, count_least, set_mode
 from sglang_pat.integrations.verl.tail_batching import ChunkedTailBatchingBuffer
@@ -50,19 +51,6 @@ def list_replicas(ranks: int, size: int, engine: int) -> list[list[int]]:
     return [
         list(range(first + i, first + engine, replicas)) for first in range(0, ranks, engine) for i in range(replicas)
     ]
-
-
-class Bell:
-    """An actor that trainers' ranks ask between two passes whether they are to stop."""
-
-    def __init__(self) -> None:
-        self._rung = False
-
-    async def set(self, rung: bool) -> None:
-        self._rung = rung
-
-    async def is_rung(self) -> bool:
-        return self._rung
 
 
 class LentWorker(SummingWorker):
