@@ -60,10 +60,12 @@ POLL_SECONDS = 0.5
 
 
 def is_used(config: DictConfig) -> bool:
-    """Whether a job asks for it, in the options of its trainer mode."""
+    """Whether a job asks for it.
+
+    The name of its trainer mode does not say so: the trainer gives its workers a configuration with verl's own name.
+    """
     version = config.trainer.v1
-    mode = version.trainer_mode
-    return mode in TRAINER_MODES and (version.get(mode) or {}).get("tail_batching") in MODES
+    return any((version.get(mode) or {}).get("tail_batching") in MODES for mode in TRAINER_MODES)
 
 
 def read_rules(
