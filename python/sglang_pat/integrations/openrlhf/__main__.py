@@ -90,19 +90,19 @@ def _print_help() -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
+    argv, missing = sys.argv[1:] if argv is None else argv, ", ".join(_list_missing())
     if {"-h", "--help"} & {*argv}:
         _print_help()
-        if _list_missing():
-            print(f"OpenRLHF's own flags are not shown: not installed here: {', '.join(_list_missing())}")
+        if missing:
+            print(f"OpenRLHF's own flags are not shown: not installed here: {missing}")
             return
     try:
         given, rest = split(argv)
         found = _read_as_openrlhf(rest)
         given.check(found[GPUS], found[MODEL])
         _check_lengths(found[RESPONSE], found[WHOLE])
-        if missing := _list_missing():
-            raise ValueError(f"not installed here: {', '.join(missing)}; use the environment in which OpenRLHF runs")
+        if missing:
+            raise ValueError(f"not installed here: {missing}; use the environment in which OpenRLHF runs")
     except ValueError as error:
         sys.exit(f"error: {error}")
     facade.install()
