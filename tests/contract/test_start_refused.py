@@ -75,12 +75,12 @@ OF_A_RANK = (
 
 
 def test_a_refusal_of_a_rank_is_the_last_line_and_nothing_stays(gpt2):
-    """One line, though both ranks say it, and no socket; started as a user starts it."""
+    """One line, though both ranks say it, and no socket; started as a user starts it, with all that SGLang logs."""
     with tempfile.TemporaryDirectory(prefix="pat") as place:
         flags = ("--model-path", gpt2, "--port", find_free_port(), "--max-total-tokens", 512, "--skip-tokenizer-init")
         command = [sys.executable, "-m", "sglang_pat.launch_server", *BASE, *map(str, flags)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | {"TMPDIR": place})
-        assert check_refused(done, lines=20) == f"error: {OF_A_RANK}"
+        assert check_refused(done, lines=100) == f"error: {OF_A_RANK}"
         assert not list(Path(place).glob(processes.FOLDER_PREFIX + "*"))
 
 
@@ -155,7 +155,7 @@ def test_a_layout_that_computes_something_else(run_code, model, tmp_path, kind, 
         "error",
         *flags,
     )
-    assert check_refused(run_code(WRONG, *BASE, *flags), lines=20).startswith(f"error: {LINES[kind]}")
+    assert check_refused(run_code(WRONG, *BASE, *flags)).startswith(f"error: {LINES[kind]}")
 
 
 PROGRAM = """

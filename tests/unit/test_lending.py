@@ -16,6 +16,7 @@ from sglang_pat.policies.course import look_ahead
 from sglang_pat.policies.lending import (
     FIRST_MILESTONE,
     ROOM,
+    LendingDecision,
     Move,
     Training,
     TrainingPace,
@@ -273,7 +274,13 @@ def test_a_policy_without_a_profile_is_the_same_rule():
     lent = replace(lend_half(seen), room=PLENTY)
     assert policy(lent, history, BUSY).move is Move.WAIT
     assert policy(replace(lent, room={tp: 1000 * tp for tp in DEGREES}), history, BUSY).move is Move.TAKE_BACK
-    assert policy(replace(lent, load=snapshot([]).load), history, BUSY).move is Move.TAKE_BACK
+    # Nothing runs while groups are missing: agents are between two turns.
+    idle, done = replace(seen, load=snapshot([]).load), structs.replace(BUSY, complete=BUSY.samples)
+    assert policy(idle, history, BUSY) == LendingDecision(move=Move.LEND, why="nothing runs now", tp=2)
+    for training in (structs.replace(BUSY, complete=10), structs.replace(BUSY, complete=60), done):
+        assert policy(idle, history, training).move is Move.WAIT
+    assert policy(replace(lent, load=idle.load), history, BUSY).move is Move.WAIT
+    assert policy(replace(lent, load=idle.load), history, done).move is Move.TAKE_BACK
 
 
 def test_the_peak_is_that_of_a_round_of_these_lengths():
@@ -293,7 +300,7 @@ def test_the_peak_is_that_of_a_round_of_these_lengths():
 def test_when_nothing_runs_ranks_are_taken_back_and_none_are_lent():
     policy = make(crossing())
     for over in (snapshot([]), snapshot([4096, 4096], limit=4096)):
-        assert policy(replace(over, room=PLENTY), LengthHistory(), BUSY).move is Move.NEVER
+        assert policy(replace(over, room=PLENTY), LengthHistory(), BUSY).move is Move.WAIT
         assert policy(replace(lend_half(over), room=PLENTY), LengthHistory(), BUSY).move is Move.TAKE_BACK
 
 

@@ -308,12 +308,18 @@ def make_lending_policy(
     def decide(snapshot: Snapshot, history: LengthHistory, training: Training) -> LendingDecision:
         lent = snapshot.num_ranks < num_ranks
         outlook = look_ahead(snapshot.load, history) if len(snapshot.load) else None
-        if outlook is None:
-            return _say(snapshot, Move.TAKE_BACK if lent else Move.NEVER, "the round is over")
+        over = outlook is None and (planner is not None or training.complete == training.samples)
+        if lent and over:
+            return _say(snapshot, Move.TAKE_BACK, "the round is over")
         if not usable:
             return _say(snapshot, Move.NEVER, "no degree fits half of the ranks")
         if training.returned and not lent:
             return _say(snapshot, Move.NEVER, "ranks were lent in this step already")
+        if outlook is None:  # agents are between two turns, or rewards are computed
+            early = FIRST_MILESTONE - 1e-9 <= training.completion <= LAST_MILESTONE + 1e-9
+            lends = early and planner is None and not lent
+            tp = _choose_half_tp(usable, snapshot.tp) if lends else snapshot.tp
+            return LendingDecision(move=Move.LEND if lends else Move.WAIT, why="nothing runs now", tp=tp)
         outlook = _end_with_spare(outlook, training.spare)
         room = min((snapshot.room[tp] * (rest // tp) for tp in usable if tp in snapshot.room), default=0.0)
         on = snapshot.load.output < snapshot.load.limit
