@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 from sglang_pat.cpu import shim
-from sglang_pat.fixes import jit
+from sglang_pat.host.fixes import jit
 from sglang_pat.launch import contract
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory.advice import format_advice

@@ -9,7 +9,7 @@ from typing import Any
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct as io
 
-from sglang_pat.fixes import pauses
+from sglang_pat.host.fixes import pauses
 
 from .pausing_rank import Rank
 from .tokenizer_world import Manager, settle

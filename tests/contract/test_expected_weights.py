@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_pat.fixes.weight_updates import ExpectedWeights
+from sglang_pat.host.fixes.weight_updates import ExpectedWeights
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.testing import models
 

@@ -110,7 +110,7 @@ def check(case: Case) -> None:
     """In a process with ``TRITON_INTERPRET=1``."""
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe, fused_moe_triton_kernels, override_config
 
-    from sglang_pat.fixes import float32
+    from sglang_pat.host.fixes import float32
     from sglang_pat.rank.experts import UNQUANTISED, PiecewiseExperts
     from sglang_pat.rank.experts_triton import multiply_gate_up
 
@@ -314,7 +314,7 @@ def test_it_compiles_to_what_sglangs_kernel_is(blocks, monkeypatch, tmp_path):
 
 
 def test_in_float32_it_multiplies_without_tf32(monkeypatch, tmp_path):
-    """With what a rank in float32 sets (fixes/float32.py)."""
+    """With what a rank in float32 sets (host/fixes/float32.py)."""
     pytest.importorskip("triton")
     from sglang_pat.rank.experts_triton import _multiply
 

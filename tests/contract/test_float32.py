@@ -12,7 +12,7 @@ from sglang.srt.layers.attention.triton_ops import decode_attention, extend_atte
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe, fused_moe_triton_kernels
 
-from sglang_pat.fixes.float32 import force_float32
+from sglang_pat.host.fixes.float32 import force_float32
 
 pytestmark = pytest.mark.contract
 

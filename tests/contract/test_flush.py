@@ -15,7 +15,7 @@ from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput, U
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_pat.fixes.weight_updates import NOT_FLUSHED
+from sglang_pat.host.fixes.weight_updates import NOT_FLUSHED
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import LoadReport, Step
 from sglang_pat.rank.load_reports import LoadReporter

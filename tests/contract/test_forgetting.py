@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
-from sglang_pat.fixes import request_lifetime
+from sglang_pat.host.fixes import request_lifetime
 from sglang_pat.rank import degrees
 
 from .tokenizer_world import LONGEST, Manager, settle

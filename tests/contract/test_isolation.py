@@ -235,7 +235,7 @@ def test_a_decision_log_on_a_full_disk_ends_and_the_coordinator_goes_on(caplog):
 def test_a_row_without_a_choice_gets_one():
     import torch
 
-    from sglang_pat.fixes import grammars
+    from sglang_pat.host.fixes import grammars
 
     logits = torch.tensor([[-math.inf, -math.inf], [math.nan, 1.0], [-math.inf, 3.0]])
     grammars.unmask_empty_rows(logits)
@@ -243,7 +243,7 @@ def test_a_row_without_a_choice_gets_one():
 
 
 def test_a_grammar_that_fails_aborts_its_request_alone():
-    from sglang_pat.fixes import grammars
+    from sglang_pat.host.fixes import grammars
 
     class Grammar:
         finished = False

@@ -21,7 +21,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_pat.fixes import penalties
+from sglang_pat.host.fixes import penalties
 from sglang_pat.rank import degrees
 from sglang_pat.switch import install, requests
 

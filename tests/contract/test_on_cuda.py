@@ -10,7 +10,7 @@ from sglang.srt import server_args as sglang_arguments
 
 from profiler import launch
 from sglang_pat import preflight
-from sglang_pat.fixes import jit
+from sglang_pat.host.fixes import jit
 from sglang_pat.launch import spec as specs
 from sglang_pat.memory.machine import GIB
 from sglang_pat.predict import profile as profiles

@@ -11,7 +11,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-from sglang_pat.fixes import outputs
+from sglang_pat.host.fixes import outputs
 from sglang_pat.switch import requests
 
 pytestmark = pytest.mark.contract

@@ -11,7 +11,7 @@ from sglang_pat.cpu import shim
 pytestmark = pytest.mark.contract
 
 shim.ensure()
-from sglang_pat.fixes import shared_memory  # noqa: E402
+from sglang_pat.host.fixes import shared_memory  # noqa: E402
 
 
 def late():

@@ -16,7 +16,7 @@ import sglang_pat
 pytestmark = pytest.mark.contract
 
 PACKAGE = Path(sglang_pat.__file__).parent
-OTHERS = ["fixes/penalties.py", "cpu/windows.py"]
+OTHERS = ["host/fixes/penalties.py", "cpu/windows.py"]
 SWITCH = [str(path.relative_to(PACKAGE)) for path in sorted(PACKAGE.glob("switch/*.py")) if path.name != "transfer.py"]
 PAUSE = SWITCH + OTHERS
 """What runs between QUIESCE and RESUME, but for SGLang's own code and ``drain``, which waits for the step in flight."""

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sglang.srt.managers import io_struct as io
 
-from sglang_pat.fixes import pauses
-from sglang_pat.fixes.weight_updates import NOT_FLUSHED
+from sglang_pat.host.fixes import pauses
+from sglang_pat.host.fixes.weight_updates import NOT_FLUSHED
 from sglang_pat.server.tokenizer import AdaptiveTokenizerManager
 from tests.unit.drawn import examples
 

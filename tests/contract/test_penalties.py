@@ -9,7 +9,7 @@ import pytest
 import torch
 from sglang.srt.sampling import penaltylib
 
-from sglang_pat.fixes import penalties
+from sglang_pat.host.fixes import penalties
 
 pytestmark = pytest.mark.contract
 

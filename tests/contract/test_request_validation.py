@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 from fastapi import Request
 
-from sglang_pat.fixes import request_validation as validation
-from sglang_pat.fixes import stop_patterns
+from sglang_pat.host.fixes import request_validation as validation
+from sglang_pat.host.fixes import stop_patterns
 from sglang_pat.messages import count_prefix_tokens, get_length_limit
 
 from .requests_made import asked, tokenized

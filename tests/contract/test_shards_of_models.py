@@ -84,7 +84,7 @@ def test_views_are_what_the_loader_loads(checkpoint, base_tp):
 
 @pytest.mark.parametrize("kind", ["opt", "gpt_bigcode", "gptj"])
 def test_views_of_models_whose_sizes_have_other_names(kind, tmp_path):
-    from sglang_pat.fixes.weight_updates import ExpectedWeights
+    from sglang_pat.host.fixes.weight_updates import ExpectedWeights
 
     checkpoint = made_by_transformers(kind, tmp_path)
     views_are_loaded(checkpoint, 1)
@@ -119,7 +119,7 @@ def views_are_loaded(checkpoint: Checkpoint, base_tp: int) -> None:
 @pytest.mark.parametrize("base_tp", [1, 2])
 def test_an_update_must_have_the_tensors_of_the_checkpoint(checkpoint, base_tp):
     """Each of them fits, and none that is longer, shorter, of other dimensions or of another name."""
-    from sglang_pat.fixes.weight_updates import ExpectedWeights
+    from sglang_pat.host.fixes.weight_updates import ExpectedWeights
 
     expected = ExpectedWeights(checkpoint.empty(ParallelLayout(base_tp, RANKS // base_tp), 1))
     shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
@@ -137,7 +137,7 @@ def test_an_update_must_have_the_tensors_of_the_checkpoint(checkpoint, base_tp):
 
 def test_an_update_of_a_model_of_the_transformers_backend(tmp_path):
     """It raises for a name that it does not know, and knows the checkpoint's with other prefixes, too."""
-    from sglang_pat.fixes.weight_updates import ExpectedWeights
+    from sglang_pat.host.fixes.weight_updates import ExpectedWeights
 
     checkpoint = Checkpoint(models.make_random("smollm3", tmp_path / "smollm3", layers=1))
     expected = ExpectedWeights(checkpoint.empty(BASE, 0))
@@ -151,7 +151,7 @@ def test_an_update_of_a_model_of_the_transformers_backend(tmp_path):
 
 
 def test_a_tied_head_may_be_sent(tmp_path_factory):
-    from sglang_pat.fixes.weight_updates import ExpectedWeights
+    from sglang_pat.host.fixes.weight_updates import ExpectedWeights
 
     for tie in (True, False):
         folder = tmp_path_factory.mktemp("tied") / "llama"
@@ -164,7 +164,7 @@ def test_what_the_checkpoint_has_and_the_model_passes_over_may_be_sent(tmp_path)
     """Old checkpoints have the frequencies of the rotary embedding in them."""
     from functools import partial
 
-    from sglang_pat.fixes.weight_updates import ExpectedWeights, read_checkpoint_shapes
+    from sglang_pat.host.fixes.weight_updates import ExpectedWeights, read_checkpoint_shapes
 
     folder = models.make_random("llama", tmp_path / "llama", layers=1)
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
@@ -177,7 +177,7 @@ def test_what_the_checkpoint_has_and_the_model_passes_over_may_be_sent(tmp_path)
 
 
 def test_own_parameters_are_compared_with_this_ranks(llama):
-    from sglang_pat.fixes.weight_updates import ExpectedWeights
+    from sglang_pat.host.fixes.weight_updates import ExpectedWeights
 
     expected = ExpectedWeights(llama.empty(TAIL, 0))
     name = "model.layers.0.mlp.gate_up_proj.weight"

@@ -187,7 +187,7 @@ import gc
 import zmq.asyncio
 from sglang_pat.cpu import shim
 shim.install()
-from sglang_pat.fixes import request_lifetime, request_validation
+from sglang_pat.host.fixes import request_lifetime, request_validation
 from sglang_pat.server import tokenizer
 
 def init(self, *_):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_pat.fixes.trainer_names import TrainerNames, accept_trainer_names
-from sglang_pat.fixes.weight_updates import REFUSED, ExpectedWeights
+from sglang_pat.host.fixes.trainer_names import TrainerNames, accept_trainer_names
+from sglang_pat.host.fixes.weight_updates import REFUSED, ExpectedWeights
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.testing import models
 from sglang_pat.testing.smollm2 import load_transformers

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.contract
 shim.ensure()
 from sglang.srt.model_executor.model_runner import ModelRunner  # noqa: E402
 
-from sglang_pat.fixes import weight_updates as updates  # noqa: E402
+from sglang_pat.host.fixes import weight_updates as updates  # noqa: E402
 from sglang_pat.rank.runner import AdaptiveTpModelWorker  # noqa: E402
 from sglang_pat.rank.scheduler import AdaptiveScheduler  # noqa: E402
 

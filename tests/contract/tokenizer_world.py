@@ -13,7 +13,7 @@ from sglang.srt.managers import tokenizer_manager as sglang_manager
 from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput, GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_pat.fixes import request_validation
+from sglang_pat.host.fixes import request_validation
 from sglang_pat.server.tokenizer import AdaptiveTokenizerManager
 
 LONGEST = 3

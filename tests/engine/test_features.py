@@ -61,7 +61,7 @@ def alone(servers, llama, stock, as_on_cuda) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", sorted(PENALISED))
 def test_with_overlap_penalties_know_nothing_of_switches(name, as_on_cuda, alone, stock):
-    """Nor of what else is in the batch (``fixes/penalties.py``; a contract test compares one request alone with
+    """Nor of what else is in the batch (``host/fixes/penalties.py``; a contract test compares one request alone with
     SGLang's)."""
     check_answer(replace(stock, expected=alone), as_on_cuda[name], name)
 

@@ -67,7 +67,7 @@ def serialized(named: Any) -> str:
     import torch.multiprocessing
     from sglang.srt.utils import MultiprocessingSerializer
 
-    from sglang_pat.fixes.shared_memory import retry_late
+    from sglang_pat.host.fixes.shared_memory import retry_late
 
     torch.multiprocessing.set_sharing_strategy("file_system")
     return retry_late(MultiprocessingSerializer.serialize)(named, output_str=True)

@@ -16,8 +16,8 @@ from sglang.srt.utils import get_available_gpu_memory, monkey_patch_p2p_access_c
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_pat.cpu import rendezvous, shm
-from sglang_pat.fixes.grammars import MendedModelRunner
-from sglang_pat.fixes.weight_updates import WholeUpdatesTpModelWorker
+from sglang_pat.host.fixes.grammars import MendedModelRunner
+from sglang_pat.host.fixes.weight_updates import WholeUpdatesTpModelWorker
 from sglang_pat.launch import sharing
 from sglang_pat.launch.spec import AdaptiveServerArgs
 from sglang_pat.layout import ParallelLayout, exchange_groups, get_exchange_degrees

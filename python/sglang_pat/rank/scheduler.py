@@ -1,7 +1,7 @@
 """SGLang's scheduler on a rank of the adaptive engine.
 
-It stays SGLang's scheduler of one replica, with faults mended (``fixes/scheduler.py``).  What is added: its lines to
-the coordinator, the handlers of ``Prepare``/``Compile``/``Switch``/``Cancel``, load reports, and
+It stays SGLang's scheduler of one replica, with faults mended (``host/fixes/scheduler.py``).  What is added: its lines
+to the coordinator, the handlers of ``Prepare``/``Compile``/``Switch``/``Cancel``, load reports, and
 :meth:`AdaptiveScheduler.enter_layout`, which makes it the scheduler of another TP group.
 
 What the methods do is in the modules that they call.
@@ -43,7 +43,7 @@ from sglang.srt.server_args import PortArgs
 
 from sglang_pat.checks import census, tokens
 from sglang_pat.coordinator.controls import SINGLES
-from sglang_pat.fixes.scheduler import MendedScheduler
+from sglang_pat.host.fixes.scheduler import MendedScheduler
 from sglang_pat.launch.spec import AdaptiveServerArgs
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory.plan import format_size

@@ -16,7 +16,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_pat import messages
 from sglang_pat.coordinator import schedule
-from sglang_pat.fixes.request_validation import ValidatingTokenizerManager
+from sglang_pat.host.fixes.request_validation import ValidatingTokenizerManager
 from sglang_pat.policies.lending import Training
 from sglang_pat.rollout.rounds import RolloutRound
 from sglang_pat.server.calibration import calibrate

@@ -16,7 +16,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_pat.fixes import penalties
+from sglang_pat.host.fixes import penalties
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.rank import degrees
 from sglang_pat.switch import grammars

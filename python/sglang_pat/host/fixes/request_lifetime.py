@@ -60,7 +60,7 @@ class TrackingTokenizerManager(TokenizerManager):
     """Knows of each request whether it may go to a rank, whether one has it, and whether somebody waits for it.
 
     A *call* of ``generate_request`` has one request (*part*) for each prompt and each of its n responses.  Of each
-    part's state ``pat_inside`` says that its call has passed the gate (:mod:`~sglang_pat.fixes.pauses`),
+    part's state ``pat_inside`` says that its call has passed the gate (:mod:`~sglang_pat.host.fixes.pauses`),
     ``pat_sent`` that a rank has it, ``pat_left`` that nobody waits for it any more: it is being aborted.
     """
 

@@ -24,8 +24,8 @@ from sglang.srt.utils.watchdog import WatchdogRaw
 
 from sglang_pat.coordinator.controls import make_error_reply
 from sglang_pat.dropped import FATAL, Dropped, IsolatingDispatcher, ReadableSocket
-from sglang_pat.fixes import float32, grammars, outputs, penalties, stop_patterns
-from sglang_pat.fixes.weight_updates import NOT_FLUSHED
+from sglang_pat.host.fixes import float32, grammars, outputs, penalties, stop_patterns
+from sglang_pat.host.fixes.weight_updates import NOT_FLUSHED
 from sglang_pat.switch import requests
 
 

@@ -31,8 +31,8 @@ from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
 from sglang_pat.errors import format_one_line
-from sglang_pat.fixes.shared_memory import open_with_retry
-from sglang_pat.fixes.trainer_names import Loader, TrainerNames, Weights, accept_trainer_names
+from sglang_pat.host.fixes.shared_memory import open_with_retry
+from sglang_pat.host.fixes.trainer_names import Loader, TrainerNames, Weights, accept_trainer_names
 from sglang_pat.rank.shards import ShardSpec
 from sglang_pat.rank.weights import list_checkpoint_parts, make_shard_specs
 

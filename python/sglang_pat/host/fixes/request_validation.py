@@ -30,8 +30,8 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, T
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from sglang_pat.dropped import Dropped, IsolatingDispatcher
-from sglang_pat.fixes.pauses import PausingTokenizerManager
-from sglang_pat.fixes.stop_patterns import LONGEST_TEXT, MAX_OTHERS, check_patterns
+from sglang_pat.host.fixes.pauses import PausingTokenizerManager
+from sglang_pat.host.fixes.stop_patterns import LONGEST_TEXT, MAX_OTHERS, check_patterns
 from sglang_pat.messages import GENERATED_PARAM, LIMIT_PARAM, ROUND_PARAM, ClientName
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from sglang.srt.managers.io_struct import (
 )
 
 from sglang_pat.coordinator.controls import get_error
-from sglang_pat.fixes.request_lifetime import TrackingTokenizerManager, Waiters
-from sglang_pat.fixes.weight_updates import NOT_FLUSHED
+from sglang_pat.host.fixes.request_lifetime import TrackingTokenizerManager, Waiters
+from sglang_pat.host.fixes.weight_updates import NOT_FLUSHED
 
 AGAIN_SECONDS = 1.0
 """A pause that aborts does so again after it, as SGLang's does."""
