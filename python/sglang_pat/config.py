@@ -11,7 +11,6 @@ from sglang_pat.layout import (
     list_candidate_layouts,
     list_strides,
 )
-from sglang_pat.removed import refuse_value
 
 POLICIES = ("survival", "pat", "threshold", "schedule", "manual", "off")
 PREDICTING = ("survival", "pat")
@@ -33,7 +32,6 @@ MOST_STEPS = 1000
 def check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise ``ValueError`` unless ``value``, given with ``flag``, is allowed."""
     if value not in allowed:
-        refuse_value(flag, value)
         raise ValueError(f"{flag} {value!r}: choose one of {', '.join(allowed)}")
 
 

@@ -72,9 +72,7 @@ def test_without_the_variable_nothing_is_imported():
     run = plugin(None)
     assert run.returncode == 0
     ours = {name for name in json.loads(run.stdout) if name.startswith("sglang")}
-    assert ours == {"sglang_pat"} | {
-        f"sglang_pat.{name}" for name in ("config", "layout", "plugin", "removed", "version")
-    }
+    assert ours == {"sglang_pat"} | {f"sglang_pat.{name}" for name in ("config", "layout", "plugin", "version")}
 
 
 @pytest.mark.parametrize("value", ["yes", "polcy=pat", "switch_at=soon"])

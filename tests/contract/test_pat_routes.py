@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_pat import removed
-
 pytestmark = pytest.mark.contract
 
 API_KEY, ADMIN_KEY = "api-secret", "admin-secret"
@@ -21,7 +19,6 @@ ADMINS = {
     ("/pat/lend_ranks", "POST"), ("/pat/take_back_ranks", "POST"),
 }  # fmt: skip
 """Routes that change the engine for everybody."""
-GONE = {(path, method) for method, path in map(str.split, removed.ROUTES)}
 
 
 @pytest.fixture
@@ -65,18 +62,13 @@ def routes(app):
 )
 def test_who_may_call_what(app, keys, key, as_user, as_admin):
     found = routes(app)
-    assert set(found) == ADMINS | CLIENTS | GONE, "a new route: say here who may call it"
+    assert set(found) == ADMINS | CLIENTS, "a new route: say here who may call it"
     caller = client(app, **keys)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     for path, method in found:
-        answer = caller.request(method, path.replace("{job}", "mine"), headers=headers)
+        answer = caller.request(method, path, headers=headers)
         allowed = as_admin if (path, method) in ADMINS else as_user
         assert (answer.status_code != 401) == allowed, (path, method, answer)
-
-
-def test_a_schedule_answers_at_its_end_only(app):
-    answer = client(app).get("/pat/schedule?wait=false")
-    assert answer.status_code == 400 and "GET /pat/status has the switches so far" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", [path for path, method in sorted(CLIENTS | ADMINS) if method == "POST"])
@@ -108,7 +100,6 @@ def test_bodies_are_bounded(app, path, monkeypatch):
         ({"name": "a\n"}, 'name is "a\\n": expected str matching regex'),
         ({"kind": "a\n"}, 'kind is "a\\n": expected str matching regex'),
         ([], "expected object, got array"),
-        ({"requests": 4, "tp": 3}, "round: tp is gone: the policy chooses the degree in which a round starts"),
     ],
     ids=str,
 )

@@ -217,25 +217,3 @@ def test_views_show_one_engine_outside_and_one_replica_inside(model):
     assert not {"spec", "_spec"} & set(dataclasses.asdict(outer)), "clients see the fields"
     inner = make_rank_view(outer)
     assert (inner.tp_size, inner.dp_size) == (2, 1)
-
-
-def test_what_is_gone_says_what_to_use(monkeypatch):
-    from fastapi import FastAPI
-    from starlette.testclient import TestClient
-
-    from sglang_pat import removed
-    from sglang_pat.server import http
-    from sglang_pat.server.engine import Engine
-
-    monkeypatch.setitem(removed.ROUTES, "DELETE /pat/old/{job}", "use /pat/new")
-    monkeypatch.setitem(removed.METHODS, "old", "use new")
-    monkeypatch.setitem(removed.SETTINGS, "old_thing", "use --pat-policy")
-    http.add_routes(app := FastAPI())
-    answer = TestClient(app).delete("/pat/old/x")
-    assert answer.status_code == 410
-    assert answer.json()["error"]["message"] == "DELETE /pat/old/{job} is gone: use /pat/new"
-    with pytest.raises(AttributeError, match=r"^Engine\.old is gone: use new$"):
-        object.__new__(Engine).old()
-    for start in (lambda: http.parse_args(["--pat-old-thing", "3"]), lambda: Engine(adaptive_tp=True, pat_old_thing=3)):
-        with pytest.raises(ValueError, match="old.thing is gone: use --pat-policy$"):
-            start()

@@ -33,7 +33,7 @@ launch_server.main(["--model-path", sys.argv[1], "--tp", "1"])
 """
     name, argv, modules = json.loads(python("-c", code, str(llama)).stdout.splitlines()[-1])
     assert name == "sglang.launch_server" and argv == ["--model-path", str(llama), "--tp", "1"]
-    launcher = {"config", "layout", "version", "launch_server", "plugin", "removed", "cpu", "cpu.shim", "launch"}
+    launcher = {"config", "layout", "version", "launch_server", "plugin", "cpu", "cpu.shim", "launch"}
     launcher |= {"launch.processes"}
     ours = {module for module in modules if module.startswith("sglang_pat")}
     assert ours <= {"sglang_pat"} | {f"sglang_pat.{name}" for name in launcher}

@@ -67,8 +67,7 @@ def test_what_is_installed_imports_no_study():
     assert not [name for name, modules in found.items() if any(m.partition(".")[0] == "studies" for m in modules)]
 
 
-PURE = ("layout", "config", "removed", "settings", "messages", "files", "errors", "figures", "dropped", "version",
-        "replay")  # fmt: skip
+PURE = ("layout", "config", "settings", "messages", "files", "errors", "figures", "dropped", "version", "replay")
 """Besides those of ``strict``."""
 IMPURE = {"sglang", "torch", "ray", "verl", "openrlhf", "transformers"}
 

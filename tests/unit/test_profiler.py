@@ -455,7 +455,6 @@ def test_bad_input_is_one_line(tmp_path, capsys):
         (["profiler.sweep", "--out", "x.json"], "--model-path"),
         ([*sweeping, "--budget", "soon"], "--budget 'soon'"),
         ([*sweeping, "--grid", "batch=1;height=3"], "axes are batch"),
-        ([*sweeping, "--temperature", "0"], "--temperature is gone: leave it out, a sweep samples at"),
         ([*sweeping[:3], "--out", tmp_path / "no" / "p.json"], "does not exist"),
         ([*sweeping[:3], "--out", tmp_path], "is a folder"),
         ([*sweeping[:3], "--out", modelled], "modelled profile"),

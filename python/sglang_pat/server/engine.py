@@ -25,7 +25,7 @@ from sglang.srt.server_args import PortArgs  # noqa: E402
 from sglang.srt.utils import MultiprocessingSerializer, maybe_reindex_device_id, numa_utils  # noqa: E402
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter  # noqa: E402
 
-from sglang_pat import files, removed  # noqa: E402
+from sglang_pat import files  # noqa: E402
 from sglang_pat.coordinator.process import run_coordinator  # noqa: E402
 from sglang_pat.figures import job_log, start_line  # noqa: E402
 from sglang_pat.launch.processes import make_engine_folder, start  # noqa: E402
@@ -164,7 +164,6 @@ class Engine(EngineRollouts, AdaptiveEngine):
     def __init__(self, **kwargs: Any) -> None:
         if "server_args" not in kwargs and not kwargs.get("adaptive_tp"):
             raise ValueError("sglang_pat.Engine needs adaptive_tp=True; for a static layout use sglang.Engine")
-        removed.refuse_flags(kwargs)
         super().__init__(**kwargs)
         # SGLang keeps the arguments as given; show it the engine as it is: N ranks.
         self.server_args = self.tokenizer_manager.server_args
@@ -172,11 +171,6 @@ class Engine(EngineRollouts, AdaptiveEngine):
             self.loop.close()
             self.loop = EngineLoop()
             asyncio.set_event_loop(self.loop)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in removed.METHODS:
-            raise AttributeError(f"Engine.{name} is gone: {removed.METHODS[name]}")
-        return self.__getattribute__(name)  # raises what it did
 
     def shutdown(self) -> None:
         """As :meth:`AdaptiveEngine.shutdown`; a rollout that is under way ends with an error."""
@@ -266,7 +260,6 @@ class Engine(EngineRollouts, AdaptiveEngine):
         Raises:
             ValueError: a field that cannot be, one line with its name.
         """
-        removed.refuse_fields("round", about)
         begun = files.convert({"requests": requests, **about}, BeginRound)
         self._run_in_loop(lambda: self.tokenizer_manager.pat_send_round(begun))
 

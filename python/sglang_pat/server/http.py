@@ -18,7 +18,7 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
-from sglang_pat import files, removed
+from sglang_pat import files
 from sglang_pat.errors import format_one_line
 from sglang_pat.launch.contract import SGLangMismatch
 from sglang_pat.launch.processes import NotStarted
@@ -74,7 +74,6 @@ def parse_args(argv: list[str]) -> AdaptiveServerArgs:
     AdaptiveServerArgs.add_cli_args(parser)
     if "--config" in argv:
         argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
-    removed.refuse_flags(argv)
     raw = parser.parse_args(argv)
     logging.basicConfig(level=raw.log_level.upper(), format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     return AdaptiveServerArgs.from_cli_args(raw)
@@ -147,20 +146,6 @@ def add_routes(app) -> None:
     app.add_api_route("/pat/round", end_round, methods=["DELETE"])
     app.add_api_route("/pat/schedule", schedule, methods=["GET"])
     app.add_api_route("/pat/schedule", set_schedule, methods=["POST"])
-    for name, instead in removed.ROUTES.items():
-        method, path = name.split()
-        app.add_api_route(
-            path, _make_gone_handler(f"{name} is gone: {instead}"), methods=[method], include_in_schema=False
-        )
-
-
-def _make_gone_handler(line: str) -> Callable[[], Awaitable[Response]]:
-    """A handler for a route that is no more: 410 with this line."""
-
-    async def refuse() -> Response:
-        return _make_error(410, line)
-
-    return refuse
 
 
 def _get_manager():
@@ -257,7 +242,6 @@ async def begin_round(request: Request) -> dict:
     ``room`` for the tokens of a request, ``stop_token_ids`` of the model.  400: not a body like that.
     """
     values = files.decode(await _read_body(request), dict[str, Any])
-    removed.refuse_fields("round", values)
     begun = files.convert({"lease_seconds": LEASE_SECONDS} | values, BeginRound)
     if begun.lease_seconds is None:
         begun = msgspec.structs.replace(begun, lease_seconds=LEASE_SECONDS)
@@ -286,7 +270,6 @@ async def set_schedule(request: Request) -> dict:
 @_answer_refusals
 async def schedule(request: Request) -> dict:
     """When the schedule is over or replaced, how it went (:class:`~sglang_pat.messages.ScheduleState`)."""
-    removed.refuse_fields("schedule", request.query_params)
     return await _get_manager().pat_get_schedule()
 
 
