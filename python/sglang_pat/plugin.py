@@ -12,7 +12,7 @@ from sglang_pat.config import STREAM_VARIABLE, VARIABLE
 
 
 def plugin() -> None:
-    """:func:`sglang_pat.launch.attach.attach` with the settings of ``SGLANG_PAT``; for a judge that streams layers
+    """:func:`sglang_pat.server.attach.attach` with the settings of ``SGLANG_PAT``; for a judge that streams layers
     :func:`sglang_pat.judge.attach.attach`.
 
     It fails closed: SGLang logs an exception of a plug-in and goes on without it, so an error here ends the process.
@@ -27,7 +27,7 @@ def plugin() -> None:
 
             judge.attach()
             return
-        from sglang_pat.launch import attach
+        from sglang_pat.server import attach
 
         if not attach.is_attached():  # else by an adapter, which has read the variable, too
             attach.attach(settings.read_environment(), VARIABLE)

@@ -21,16 +21,18 @@ pytestmark = pytest.mark.contract
 
 
 def test_the_warm_up_does_not_count_in_a_log(monkeypatch):
-    from sglang_pat.server import http
+    from sglang.srt.entrypoints import http_server
+
+    from sglang_pat.host import engine
 
     manager, seen = SimpleNamespace(pat_log_begins=True), []
-    monkeypatch.setattr(http, "_get_manager", lambda: manager)
+    monkeypatch.setattr(http_server, "get_global_state", lambda: SimpleNamespace(tokenizer_manager=manager))
     monkeypatch.setattr(
-        http.http_server, "_execute_server_warmup",
+        http_server, "_execute_server_warmup",
         lambda args: seen.append((manager.pat_log_begins, args.dp_size)) or True,
     )  # fmt: skip
     config = AdaptiveConfig(base=ParallelLayout(1, 4))
-    assert http._warm_up(SimpleNamespace(dp_size=1, spec=SimpleNamespace(config=config))) is True
+    assert engine._warm_up(SimpleNamespace(dp_size=1, spec=SimpleNamespace(config=config))) is True
     assert seen == [(False, 4)], "a request for each replica"
     assert manager.pat_log_begins
 

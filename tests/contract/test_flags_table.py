@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from sglang.srt.server_args import ServerArgs
 
+from sglang_pat.host.arguments import AdaptiveServerArgs
 from sglang_pat.launch import refusals
-from sglang_pat.launch.spec import AdaptiveServerArgs
 
 from . import flags as tables
 
@@ -70,7 +70,7 @@ def test_refused_in_one_line(model, refusal):
 
 
 def test_defaults_are_accepted(model):
-    refusals.refuse_flags(ServerArgs(model_path=str(model), device="cpu"))
+    refusals.refuse_flags(vars(ServerArgs(model_path=str(model), device="cpu")))
 
 
 def test_what_sglang_chooses_is_refused_too(model, monkeypatch):

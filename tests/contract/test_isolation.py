@@ -264,7 +264,7 @@ def test_a_grammar_that_fails_aborts_its_request_alone():
 def test_a_request_that_cannot_be_handled_is_answered_and_a_step_of_a_switch_is_fatal():
     from sglang.srt.managers import io_struct as io
 
-    from sglang_pat.coordinator.controls import make_error_reply
+    from sglang_pat.host.controls import make_error_reply
 
     def broken(obj):
         raise KeyError("boom")
@@ -284,8 +284,8 @@ def test_a_request_that_cannot_be_handled_is_answered_and_a_step_of_a_switch_is_
 
 def test_every_control_request_has_an_answer_for_failure():
     """Without one its client waits for ever, and so does every switch; what leaders answer must also merge."""
-    from sglang_pat.coordinator.controls import CONTROLS, get_error, make_error_reply
     from sglang_pat.coordinator.process import classify
+    from sglang_pat.host.controls import CONTROLS, get_error, make_error_reply
 
     for kind, (reply, options) in CONTROLS.items():
         answers = [make_error_reply(object.__new__(kind), ValueError("boom")) for _ in range(2)]

@@ -58,7 +58,7 @@ def test_defaults_and_reserve_are_sglangs(gigabytes, tp):
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "opt", "gpt_bigcode", "gptj"])
 def test_weights_are_those_of_the_model(kind, tmp_path):
     """But for biases, norms and the table of positions, which weigh next to nothing in a real model."""
-    from sglang_pat.launch.spec import read_model_shape
+    from sglang_pat.host.arguments import read_model_shape
 
     ours = kind in models.ARCHITECTURES
     checkpoint = Checkpoint(models.make_random(kind, tmp_path)) if ours else made_by_transformers(kind, tmp_path)
@@ -74,7 +74,7 @@ def test_weights_are_those_of_the_model(kind, tmp_path):
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_weights_are_those_of_a_mixture(kind, tmp_path):
     """Of each degree, the experts of all layers and their routers."""
-    from sglang_pat.launch.spec import read_model_shape
+    from sglang_pat.host.arguments import read_model_shape
 
     sizes = dict(layers=2, vocab=512, kv_heads=4, experts=16, expert_width=48)
     checkpoint = Checkpoint(models.make_random(kind, tmp_path, **sizes))
@@ -88,7 +88,7 @@ def test_weights_are_those_of_a_mixture(kind, tmp_path):
 
 
 def test_a_degree_above_the_number_of_experts_is_refused_as_sglang_does(tmp_path):
-    from sglang_pat.launch.spec import read_model_shape
+    from sglang_pat.host.arguments import read_model_shape
 
     checkpoint = Checkpoint(models.make_random("qwen3_moe", tmp_path, layers=1, experts=4))
     reason = read_model_shape(checkpoint.rank.config).find_reason_against_degree(8)

@@ -76,7 +76,7 @@ def test_bodies_are_bounded(app, path, monkeypatch):
     from sglang_pat.server import http
 
     monkeypatch.setattr(http, "MAX_BYTES", 1000)
-    monkeypatch.setattr(http, "_get_manager", lambda: None)
+    monkeypatch.setattr(http, "get_manager", lambda: None)
     answer = client(app).post(path, content=(b"[" * 100 for _ in range(100)))
     assert answer.status_code == 400
     assert "longer than 1000 bytes" in answer.json()["error"]["message"]
@@ -118,7 +118,7 @@ def test_a_round_is_begun_with_what_can_be(app, monkeypatch, body, line):
     manager.pat_weight_updates, manager.context_len, manager.max_req_input_len, manager.tokenizer = 3, 100, 90, None
     manager.model_config = SimpleNamespace(hf_eos_token_id={2})
     manager.send_to_scheduler = SimpleNamespace(send_pyobj=sent.append)
-    monkeypatch.setattr(http, "_get_manager", lambda: manager)
+    monkeypatch.setattr(http, "get_manager", lambda: manager)
     caller = client(app)
     answer = caller.post("/pat/round", json=body)
     if line is None:
@@ -155,7 +155,7 @@ def test_lending_is_asked_with_what_can_be(app, monkeypatch, body, line):
         assert (training, client) == (Training(**body), "default")
         return {"move": "asked"}
 
-    monkeypatch.setattr(http, "_get_manager", lambda: SimpleNamespace(pat_decide_lending=decide))
+    monkeypatch.setattr(http, "get_manager", lambda: SimpleNamespace(pat_decide_lending=decide))
     answer = client(app).post("/pat/lending", json=body)
     said = answer.json()["error"]["message"] if "error" in answer.json() else answer.json()["move"]
     assert line in said and "\n" not in said and answer.status_code == (200 if line == "asked" else 400)
@@ -181,7 +181,7 @@ def test_ranks_are_lent_to_a_client_for_a_time(app, monkeypatch, path, body, ask
     async def lend(*given):
         return {"given": given}
 
-    monkeypatch.setattr(http, "_get_manager", lambda: SimpleNamespace(pat_lend_ranks=lend))
+    monkeypatch.setattr(http, "get_manager", lambda: SimpleNamespace(pat_lend_ranks=lend))
     answer = client(app).post(f"/pat/{path}", json=body) if body else client(app).post(f"/pat/{path}")
     if isinstance(asked, str):
         assert answer.status_code == 400 and asked in answer.json()["error"]["message"]

@@ -187,7 +187,7 @@ def test_every_scheduler_request_type_is_known():
     """Each reply the TokenizerManager waits for must be one that the coordinator merges."""
     from sglang.srt.managers import tokenizer_control_mixin as control
 
-    from sglang_pat.coordinator.controls import CONTROLS
+    from sglang_pat.host.controls import CONTROLS
 
     answered = {reply.__name__ for reply, _ in CONTROLS.values()}
     expected = {spec[1].__name__ for spec in control._COMMUNICATOR_SPECS}

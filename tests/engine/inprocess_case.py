@@ -33,10 +33,10 @@ async def leave(engine) -> int:
 
 
 async def main(model: str, context: int) -> None:
-    from sglang_pat.launch.attach import attach
+    from sglang_pat.server.attach import attach
 
     attach({"base_tp": 1, "policy": "manual"}, "a test")
-    from sglang_pat.server.inprocess import InProcessEngine
+    from sglang_pat.host.inprocess import InProcessEngine
 
     arguments = {
         "model_path": model, "tp_size": 2, "dtype": "float32", "max_total_tokens": 20_000, "log_level": "error",

@@ -15,8 +15,8 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplicaRegistry, ge
 
 from sglang_pat import plugin
 from sglang_pat.integrations import CALLS
-from sglang_pat.launch import attach
 from sglang_pat.messages import BeginRound, EndRound
+from sglang_pat.server import attach
 
 RolloutReplicaRegistry.get("sglang")  # puts stand-ins for vLLM's modules in place
 from verl.workers.rollout.sglang_rollout import sglang_rollout  # noqa: E402

@@ -66,9 +66,10 @@ def _plan(bench: Bench) -> MemoryPlan:
     flags = [*bench.layout, *bench.flags, *bench.large_flags]
     with mock.patch.dict(os.environ, bench.env):
         args = make_server_args(str(bench.large), flags)
-        from sglang_pat.launch.spec import resolve_spec  # once the shim is there
+        from sglang_pat.host.arguments import read_deployment  # once the shim is there
+        from sglang_pat.launch.spec import resolve_spec
 
-        plan = resolve_spec(args).memory
+        plan = resolve_spec(read_deployment(args)).memory
         assert plan is not None, "on a CPU or CUDA"
         return plan
 

@@ -13,9 +13,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.utils.network import get_zmq_socket
 
 from sglang_pat import messages
-
-SGLANG, PAT = b"h", b"p"
-"""First frame of what a rank sends to the coordinator: an object of SGLang's (pickled, as SGLang does) or ours."""
+from sglang_pat.messages import PAT, SGLANG
 
 
 class RankChannel:

@@ -19,8 +19,8 @@ from sglang.srt.server_args import PortArgs  # noqa: E402
 
 from sglang_pat.dropped import Dropped, IsolatingDispatcher  # noqa: E402
 from sglang_pat.errors import format_one_line  # noqa: E402
+from sglang_pat.host.arguments import AdaptiveServerArgs, make_rank_view  # noqa: E402
 from sglang_pat.launch.processes import RANK_TITLE, end_engine  # noqa: E402
-from sglang_pat.launch.spec import AdaptiveServerArgs, make_rank_view  # noqa: E402
 from sglang_pat.rank.weights import Unsupported  # noqa: E402
 from sglang_pat.switch.order import OrderedReceiver  # noqa: E402
 

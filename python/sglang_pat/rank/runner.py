@@ -16,10 +16,10 @@ from sglang.srt.utils import get_available_gpu_memory, monkey_patch_p2p_access_c
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_pat.cpu import rendezvous, shm
+from sglang_pat.host import sharing
+from sglang_pat.host.arguments import AdaptiveServerArgs
 from sglang_pat.host.fixes.grammars import MendedModelRunner
 from sglang_pat.host.fixes.weight_updates import WholeUpdatesTpModelWorker
-from sglang_pat.launch import sharing
-from sglang_pat.launch.spec import AdaptiveServerArgs
 from sglang_pat.layout import ParallelLayout, exchange_groups, get_exchange_degrees
 from sglang_pat.rank.routed_experts import RoutedExperts
 from sglang_pat.rank.weights import Unsupported, build_model

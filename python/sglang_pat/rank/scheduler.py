@@ -42,9 +42,9 @@ from sglang.srt.observability.metrics_collector import SchedulerStats
 from sglang.srt.server_args import PortArgs
 
 from sglang_pat.checks import census, tokens
-from sglang_pat.coordinator.controls import SINGLES
+from sglang_pat.host.arguments import AdaptiveServerArgs
+from sglang_pat.host.controls import SINGLES
 from sglang_pat.host.fixes.scheduler import MendedScheduler
-from sglang_pat.launch.spec import AdaptiveServerArgs
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory.plan import format_size
 from sglang_pat.messages import Cancel, Compile, InjectPrefixes, Prepare, StepPermit, Switch, TraceQuery

@@ -14,7 +14,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.dropped import Dropped
-from sglang_pat.launch.spec import AdaptiveServerArgs
+from sglang_pat.host.arguments import AdaptiveServerArgs
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.rank.channels import RankChannel
 from sglang_pat.rank.layouts import Layouts

@@ -18,7 +18,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from sglang_pat.coordinator.controls import MAX_MESSAGE
+from sglang_pat.host.controls import MAX_MESSAGE
 
 
 class GuardedGrammar:

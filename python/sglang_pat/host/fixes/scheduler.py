@@ -22,8 +22,8 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils.watchdog import WatchdogRaw
 
-from sglang_pat.coordinator.controls import make_error_reply
 from sglang_pat.dropped import FATAL, Dropped, IsolatingDispatcher, ReadableSocket
+from sglang_pat.host.controls import make_error_reply
 from sglang_pat.host.fixes import float32, grammars, outputs, penalties, stop_patterns
 from sglang_pat.host.fixes.weight_updates import NOT_FLUSHED
 from sglang_pat.switch import requests

@@ -22,9 +22,9 @@ from sglang_pat.integrations.balance import EngineReport
 from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.fields import DEGREES, STEPS, STOPPED, STOPS
 from sglang_pat.judge.attach import attach as stream_layers
-from sglang_pat.launch.attach import attach
 from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.policies.lending import Move, Training
+from sglang_pat.server.attach import attach
 
 SWITCH_SECONDS = 0.05
 """Until an engine that switches is asked again."""

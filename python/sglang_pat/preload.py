@@ -5,10 +5,8 @@ import setproctitle
 # Finds the place of the process title by its environment, which each forked process then replaces.
 setproctitle.getproctitle()
 
-from sglang.srt.models.registry import ModelRegistry  # noqa: E402
-
 import sglang_pat.coordinator.process  # noqa: E402
 import sglang_pat.rank.process  # noqa: E402, F401
+from sglang_pat.host.child import import_model_files  # noqa: E402
 
-# SGLang imports all its model files on the first look-up.
-ModelRegistry.get_supported_archs()
+import_model_files()

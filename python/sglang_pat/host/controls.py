@@ -1,4 +1,5 @@
-"""SGLang's control requests: how replies are merged, which need the base layout, and how one is refused."""
+"""What the coordinator knows of SGLang's requests: which are for one leader, and of control requests how replies are
+merged, which need the base layout, and how one is refused."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import dataclasses
 from http import HTTPStatus
 from typing import Any, get_origin, get_type_hints
 
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct as io
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
@@ -79,7 +81,7 @@ CONTROLS: dict[type, tuple[type, dict[str, Any]]] = {
     io.ReleaseMemoryOccupationReqInput: (io.ReleaseMemoryOccupationReqOutput, _MEMORY),
     io.ResumeMemoryOccupationReqInput: (io.ResumeMemoryOccupationReqOutput, _MEMORY),
 }
-"""Control requests that are answered: reply type, and the fields of :class:`~.router.Control`.
+"""Control requests that are answered: reply type, and the fields of :class:`~sglang_pat.coordinator.router.Control`.
 
 While ranks are lent: new weights take them back, as whoever has them has trained; what else needs the base layout is
 refused, as its client may not know that a trainer has the memory of some ranks; all others go to lent ranks as well,
@@ -88,6 +90,56 @@ which must be as the others are when they come back.
 
 SINGLES = (io.TokenizedGenerateReqInput, io.TokenizedEmbeddingReqInput)
 """Requests that go to one leader."""
+
+
+BATCHES = (io.BatchTokenizedGenerateReqInput, io.BatchTokenizedEmbeddingReqInput)
+"""Several of them in one."""
+
+
+def list_generations(obj: Any) -> list[Any] | None:
+    """The requests for tokens in an object from the TokenizerManager, each on its own; None for a control request."""
+    return list(obj) if isinstance(obj, BATCHES) else [obj] if isinstance(obj, SINGLES) else None
+
+
+def is_probe(rid: str | None) -> bool:
+    """Whether a request with this id is a health probe."""
+    return HEALTH_CHECK_RID_PREFIX in (rid or "")
+
+
+def is_for_controller(obj: Any) -> bool:
+    """Whether an object is for SGLang's data-parallel controller, which is not here."""
+    return isinstance(obj, io.WatchLoadUpdateReq)
+
+
+def is_rpc_reply(obj: Any) -> bool:
+    """Whether a reply goes to the socket of remote calls."""
+    return isinstance(obj, io.RpcReqOutput)
+
+
+def clear_sender(obj: Any) -> None:
+    """Take from a control request what a client may have put into it, and what nobody needs.
+
+    Ranks look for health checks by ``rid``, which an abort alone means, and die of one that is no text.
+    """
+    if not isinstance(obj, io.BaseReq):
+        return
+    if not isinstance(obj, io.AbortReq):
+        obj.rid = None
+    elif not isinstance(obj.rid, str):
+        obj.rid = str(obj.rid)
+    obj.http_worker_ipc = None
+
+
+def find_effects(obj: Any) -> dict[str, Any]:
+    """What a control request does to the engine, in fields of :class:`~sglang_pat.coordinator.router.Control`."""
+    if isinstance(obj, io.PauseGenerationReqInput):
+        return {"pauses": True}
+    if isinstance(obj, io.ContinueGenerationReqInput):
+        return {"pauses": False}
+    if isinstance(obj, (io.ReleaseMemoryOccupationReqInput, io.ResumeMemoryOccupationReqInput)):
+        name = "releases" if isinstance(obj, io.ReleaseMemoryOccupationReqInput) else "resumes"
+        return {name: frozenset(obj.tags or GPU_MEMORY_ALL_TYPES)}
+    return {}
 
 
 def make_error_reply(obj: Any, error: Exception) -> Any:

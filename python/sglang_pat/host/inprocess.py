@@ -10,7 +10,6 @@ import sglang
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import (
     ContinueGenerationReqInput,
-    GenerateReqInput,
     InitWeightsUpdateGroupReqInput,
     PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
@@ -31,7 +30,7 @@ SPARED = 7
 
 
 class InProcessEngine:
-    """After :func:`sglang_pat.launch.attach.attach`: SGLang's own ``Engine``, which is adaptive then.
+    """After :func:`sglang_pat.server.attach.attach`: SGLang's own ``Engine``, which is adaptive then.
 
     Args:
         arguments: SGLang's server arguments by name; ``tp_size``: GPUs that the engine owns; ``context_length``:
@@ -59,11 +58,10 @@ class InProcessEngine:
         if room < 1:
             raise ValueError(f"the prompt has {len(input_ids)} tokens, may have {self._context - 1}: shorten it")
         limit = min(sampling_params.get("max_new_tokens", room), room)
-        request = GenerateReqInput(
+        return await self._manager.pat_generate(
             rid=uuid.uuid4().hex, input_ids=input_ids, sampling_params=sampling_params | {"max_new_tokens": limit},
             return_logprob=logprobs,
         )  # fmt: skip
-        return await anext(self._manager.generate_request(request, None))
 
     def announce_round(self, message: BeginRound | EndRound) -> None:
         """What is asked for from now on belongs together, or is no round's any more."""
