@@ -10,21 +10,16 @@ of SGLang; ``--help-sglang`` lists all of its flags.
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import logging
 import os
 import runpy
 import signal
 import sys
 import warnings
-from typing import TYPE_CHECKING
 
 from sglang_pat.config import STREAM_VARIABLE
 from sglang_pat.cpu import shim
 from sglang_pat.launch import processes
-
-if TYPE_CHECKING:
-    from sglang_pat.host.arguments import AdaptiveServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -74,15 +69,8 @@ def _print_help() -> None:
 
 def _serve_adaptive(argv: list[str]) -> None:
     """Serve until a signal ends it; whatever happens, no process and no socket stays."""
-    from sglang_pat.launch import refusals
-
     processes.exit_on_signals()
     try:
-        try:
-            refusals.check_command_line(argv)
-            processes.fork_here()
-        except ValueError as error:
-            sys.exit(f"error: {error}")
         launch(argv)
     finally:
         # SGLang's watchdog reports with it what we now do ourselves.
@@ -93,10 +81,17 @@ def _serve_adaptive(argv: list[str]) -> None:
 def launch(argv: list[str]) -> None:
     """Serve until a signal ends it.  Exits with one line if the arguments, the machine or SGLang do not fit."""
     from sglang_pat.errors import format_one_line
+    from sglang_pat.launch.contract import SGLangMismatch
+    from sglang_pat.launch.refusals import check_command_line, check_port
+
+    try:
+        check_command_line(argv)
+        processes.fork_here()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
     from sglang_pat.host.arguments import parse_args, prepare_start
     from sglang_pat.host.engine import serve
-    from sglang_pat.launch.contract import SGLangMismatch
-    from sglang_pat.launch.refusals import check_port
     from sglang_pat.server.engine import AdaptiveEngine
     from sglang_pat.server.http import add_routes
 
@@ -107,26 +102,10 @@ def launch(argv: list[str]) -> None:
     except (ValueError, AssertionError, OSError, SGLangMismatch) as error:
         logger.debug("refused", exc_info=True)
         sys.exit(f"error: {format_one_line(error)}")
-    _warn_if_open(server_args)
     try:
         serve(server_args, AdaptiveEngine, add_routes)
     except processes.NotStarted as error:
         sys.exit(f"error: {error}")
-
-
-def _warn_if_open(args: AdaptiveServerArgs) -> None:
-    """Say so if others than this machine's users can send requests, with no key."""
-    if args.api_key is None and not _is_loopback(args.host):
-        logger.warning(
-            "listening on %s without --api-key: whoever reaches port %d can use this server", args.host, args.port
-        )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _serve_streaming(argv: list[str]) -> None:

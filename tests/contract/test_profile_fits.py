@@ -107,7 +107,8 @@ def test_another_link_is_refused(model, profile, monkeypatch):
         check(arguments(model, pat_profile=str(profile)))
 
 
-def test_the_command_says_it_in_one_line(model, profile):
+def test_the_command_says_it_in_one_line(model, profile, monkeypatch):
+    monkeypatch.setattr("sglang_pat.launch.processes.fork_here", lambda: None)
     words = f"--model-path {model} --tp 1 --dp 2 --adaptive-tp --dtype bfloat16 --pat-profile {profile}".split()
     with pytest.raises(SystemExit, match="^error: .*dtype='float32'"):
         launch(words)

@@ -247,7 +247,7 @@ def test_little_shared_memory(monkeypatch):
     ("0.0.0.0", None, True), ("10.0.0.3", None, True), ("node7", None, True),
 ])  # fmt: skip
 def test_an_open_server_says_so(host, key, warned, caplog):
-    from sglang_pat.launch_server import _warn_if_open
+    from sglang_pat.host.engine import _warn_if_open
 
     _warn_if_open(SimpleNamespace(host=host, port=30_000, api_key=key))
     assert [record.levelname for record in caplog.records] == ["WARNING"] * warned

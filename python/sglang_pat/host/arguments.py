@@ -34,7 +34,6 @@ from sglang_pat.launch.refusals import (
     WINDOW,
     check_model_path,
     check_second_port,
-    check_shared_memory,
     find_reason_in_fields,
     refuse_flags,
     refuse_kind,
@@ -42,7 +41,6 @@ from sglang_pat.launch.refusals import (
 )
 from sglang_pat.launch.spec import Deployment, EngineSpec, resolve_spec
 from sglang_pat.layout import ParallelLayout, choose_default_degrees, list_candidate_layouts
-from sglang_pat.memory.advice import format_advice
 from sglang_pat.memory.plan import Demand, MemoryPlan
 from sglang_pat.memory.shapes import ModelShape
 from sglang_pat.predict import profile as profiles
@@ -174,17 +172,16 @@ def prepare_start(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
     check_sglang()
     get_private_folder()
     spec = resolve_spec(read_deployment(args))
-    check_shared_memory(spec.config)
+    view = make_outer_view(args if spec.memory is None else set_pool_size(args, spec.memory), spec)
     if args.device == "cuda":
         for line in format_gpu_lines(args, spec):
             logger.warning(line)
     if spec.memory is not None:
         for line in spec.memory.format_table().splitlines():
             logger.info(line)
-        if line := format_advice(spec.memory, spec.profile):
-            logger.warning(line)
-        args = set_pool_size(args, spec.memory)
-    return make_outer_view(args, spec)
+        if spec.advice:
+            logger.warning(spec.advice)
+    return view
 
 
 def make_outer_view(args: AdaptiveServerArgs, spec: EngineSpec) -> AdaptiveServerArgs:

@@ -28,8 +28,9 @@ def patch_launcher(
     manager: Callable[..., Any],
     add_routes: Callable[[Any], None],
 ) -> None:
-    """Have SGLang's launch code in this process make adaptive arguments of stock ones when it checks them, and launch our
-    engine for them.  It checks them just before it starts anything, and the object stays the same.
+    """Have SGLang's launch code in this process make adaptive arguments of stock ones, and launch our engine for them.
+
+    That is done when it checks them, just before it starts anything.  The object stays the same.
 
     Args:
         make_adaptive: prepared arguments for the fields that a user gave.

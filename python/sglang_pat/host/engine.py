@@ -7,6 +7,8 @@ one world, instead of one world per replica.
 from __future__ import annotations
 
 import copy
+import ipaddress
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,8 @@ from sglang_pat.launch.refusals import refuse_function
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 # Whoever launches, verl among them: not all of them keep the watchdog that SGLang makes.
 stock.SubprocessWatchdog = make_watchdog
@@ -156,6 +160,7 @@ def serve(server_args: AdaptiveServerArgs, engine: type[LaunchedEngine], add_rou
     """
     from sglang.srt.entrypoints import http_server
 
+    _warn_if_open(server_args)
     add_routes(http_server.app)
     # SGLang's launcher takes `Engine` from its module; ours starts the ranks differently.
     http_server.Engine = engine
@@ -169,6 +174,21 @@ def serve(server_args: AdaptiveServerArgs, engine: type[LaunchedEngine], add_rou
         state = http_server.get_global_state()
         if state is not None and state.tokenizer_manager._subprocess_watchdog is not None:
             state.tokenizer_manager._subprocess_watchdog.stop()
+
+
+def _warn_if_open(args: AdaptiveServerArgs) -> None:
+    """Say so if others than this machine's users can send requests, with no key."""
+    if args.api_key is None and not _is_loopback(args.host):
+        logger.warning(
+            "listening on %s without --api-key: whoever reaches port %d can use this server", args.host, args.port
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _warm_up(server_args: AdaptiveServerArgs) -> bool:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.launch.gpu_memory import measure_memory
-from sglang_pat.launch.refusals import read_files
+from sglang_pat.launch.refusals import check_shared_memory, read_files
+from sglang_pat.memory.advice import format_advice
 from sglang_pat.memory.plan import Demand, MemoryPlan, make_plan
 from sglang_pat.policies.registry import get_largest_batch, select_graph_sizes
 from sglang_pat.predict.profile import Fingerprint, Profile, check_fits
@@ -54,6 +55,7 @@ class EngineSpec:
         graph_sizes: batch sizes that have a decode graph, by degree.
         memory: the memory plan; None on a device that is neither a CPU nor CUDA.
         gpus: number of the GPU on this machine that each rank runs on.
+        advice: a line about a better base layout, or empty.
     """
 
     config: AdaptiveConfig
@@ -61,6 +63,7 @@ class EngineSpec:
     graph_sizes: dict[int, list[int]]
     memory: MemoryPlan | None
     gpus: tuple[int, ...]
+    advice: str
 
 
 def resolve_spec(deployment: Deployment) -> EngineSpec:
@@ -88,6 +91,12 @@ def resolve_spec(deployment: Deployment) -> EngineSpec:
         largest = max((size for sizes in tails.values() for size in sizes), default=0) if deployment.graphs else 0
         demand = replace(deployment.demand, tail_graph_batch=largest)
         plan = make_plan(demand, measure_memory(deployment.device, gpus, deployment.shared))
+    check_shared_memory(config)
     return EngineSpec(
-        config=config, profile=profile, graph_sizes={config.base.tp: captured} | tails, memory=plan, gpus=gpus
+        config=config,
+        profile=profile,
+        graph_sizes={config.base.tp: captured} | tails,
+        memory=plan,
+        gpus=gpus,
+        advice=format_advice(plan, profile) or "" if plan is not None else "",
     )
