@@ -25,11 +25,14 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 from sglang_pat.dropped import Dropped, IsolatingDispatcher
 from sglang_pat.host.fixes import request_validation
-from sglang_pat.host.fixes.pauses import CLIENT_SECONDS, Gate, PausingTokenizerManager
+from sglang_pat.host.fixes.pauses import Gate, PausingTokenizerManager
 from sglang_pat.host.shutdown import Shutdown, ShutdownSignalHandler, get_handlers
 from sglang_pat.switch.order import AsyncOrderedReceiver
 
 logger = logging.getLogger(__name__)
+
+CLIENT_SECONDS = 4.0
+"""Time between two looks whether the client of a request at the gate is still there; SGLang's, of one that runs."""
 
 _held: list[RoutedTokenizerManager] = []
 """To the end of the process, as SGLang's ``Engine`` holds its own: as garbage, which a start that failed leaves, its
@@ -45,6 +48,8 @@ class RoutedTokenizerManager(PausingTokenizerManager):
     """
 
     pat_weight_updates = 0
+    _pat_calibrates = False
+    """Requests other than made-up ones wait for the calibration."""
 
     def __init__(self, server_args: Any, port_args: Any) -> None:
         _held.append(self)

@@ -28,8 +28,6 @@ from sglang_pat.host.fixes.weight_updates import NOT_FLUSHED
 
 AGAIN_SECONDS = 1.0
 """A pause that aborts does so again after it, as SGLang's does."""
-CLIENT_SECONDS = 4.0
-"""Between two looks whether the client of a request at the gate is still there; SGLang's, of one that runs."""
 FLUSH_SECONDS = 0.1
 """Between two flushes, of which the first failed though nothing ran."""
 
@@ -58,9 +56,6 @@ class Gate:
 
 class PausingTokenizerManager(TrackingTokenizerManager):
     """One gate for requests: shut in a pause, while memory is released, and for an update of the weights."""
-
-    _pat_calibrates = False
-    """Requests other than made-up ones wait for the calibration."""
 
     def pat_init_states(self) -> None:
         super().pat_init_states()
