@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import pkgutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +10,6 @@ from sglang_pat.launch import contract
 from sglang_pat.version import SGLANG_VERSIONS
 
 pytestmark = pytest.mark.contract
-
-PACKAGES = ("launch", "server", "coordinator", "rank", "switch", "fixes", "checks")
-"""With our classes that are made of SGLang's."""
 
 
 def test_version():
@@ -56,36 +49,6 @@ def test_a_symbol_that_has_changed_is_named():
     changed["~sglang.srt.server_args:ServerArgs.from_cli_args(args, more)"] = "more"
     for line, parameter in changed.items():
         assert contract.Symbol.parse(line).find_problem() == f"parameters changed: {parameter}"
-
-
-def test_all_that_is_overridden_is_in_the_list():
-    listed = {f"{symbol.module}:{symbol.name}" for symbol in contract.read_symbols()}
-    missing = {min(names) for kind in ours() for names in overridden(kind) if not names & listed}
-    assert not missing, "to be added to contract.txt"
-
-
-def ours() -> Iterator[type]:
-    """Our classes that are made of SGLang's."""
-    import sglang_pat as package
-
-    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        if module.name.split(".")[1] in PACKAGES and "._site" not in module.name:
-            for kind in vars(importlib.import_module(module.name)).values():
-                if inspect.isclass(kind) and kind.__module__ == module.name and theirs(kind):
-                    yield kind
-
-
-def theirs(kind: type) -> list[type]:
-    return [one for one in kind.__mro__ if one.__module__.startswith("sglang.")]
-
-
-def overridden(kind: type) -> Iterator[set[str]]:
-    """Each method of SGLang's that ``kind`` overrides: its names, of which one is to be in the list."""
-    for name, value in vars(kind).items():
-        function = getattr(value, "__func__", value)
-        if inspect.isfunction(function) and function.__code__.co_filename == inspect.getfile(kind):
-            if any(name in vars(one) for one in theirs(kind)):
-                yield {f"{one.__module__}:{one.__qualname__}.{name}" for one in theirs(kind)}
 
 
 LOCAL = (

@@ -52,8 +52,8 @@ SIDES = {
         "commands python_api cramped threshold lending attach policies flags faults"
     ).split(),
     "others": (
-        "profiler mixtures sampling same_numbers same_tokens experts routed_experts weights weights_refused clients "
-        "inprocess grpo judge acceptance start"
+        "profiler mixtures sampling same_numbers same_tokens experts routed_experts overrides weights weights_refused "
+        "clients inprocess grpo judge acceptance start"
     ).split(),
 }
 """The test files in two sides, in this order; two workers may run one each (``pytest -n 2 --dist loadgroup``).  A side

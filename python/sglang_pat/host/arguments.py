@@ -27,6 +27,7 @@ from sglang_pat.cpu import shm
 from sglang_pat.errors import format_one_line
 from sglang_pat.figures import job_log
 from sglang_pat.host import sharing
+from sglang_pat.host.guard import check_overrides
 from sglang_pat.launch.contract import check_sglang
 from sglang_pat.launch.processes import get_private_folder
 from sglang_pat.launch.refusals import (
@@ -164,12 +165,13 @@ def prepare_start(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
     """The outer view of ``args``, checked, with its :class:`EngineSpec`; what is ready already comes back as it is.
 
     Raises:
-        SGLangMismatch: another SGLang.
+        SGLangMismatch: another SGLang, or one that lacks what we override.
         ValueError: files that cannot be used, memory that does not suffice.
     """
     if args.resolved:
         return args
     check_sglang()
+    check_overrides()
     get_private_folder()
     spec = resolve_spec(read_deployment(args))
     view = make_outer_view(args if spec.memory is None else set_pool_size(args, spec.memory), spec)

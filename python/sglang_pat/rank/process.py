@@ -20,6 +20,8 @@ from sglang.srt.server_args import PortArgs  # noqa: E402
 from sglang_pat.dropped import Dropped, IsolatingDispatcher  # noqa: E402
 from sglang_pat.errors import format_one_line  # noqa: E402
 from sglang_pat.host.arguments import AdaptiveServerArgs, make_rank_view  # noqa: E402
+from sglang_pat.host.guard import check_overrides  # noqa: E402
+from sglang_pat.launch.contract import SGLangMismatch  # noqa: E402
 from sglang_pat.launch.processes import RANK_TITLE, end_engine  # noqa: E402
 from sglang_pat.rank.weights import Unsupported  # noqa: E402
 from sglang_pat.switch.order import OrderedReceiver  # noqa: E402
@@ -51,6 +53,7 @@ def run_rank(
     try:
         from sglang_pat.rank.scheduler import AdaptiveScheduler
 
+        check_overrides()
         args = make_rank_view(server_args)
         scheduler = AdaptiveScheduler(
             rank,
@@ -68,7 +71,7 @@ def run_rank(
         pipe_writer.send(scheduler.get_init_info())
         pipe_writer.close()
         scheduler.run_event_loop()
-    except Unsupported as error:
+    except (SGLangMismatch, Unsupported) as error:
         end_engine(parent_pid, pipe_writer, str(error))
     except Exception as error:
         logger.exception("rank %d failed", rank)
