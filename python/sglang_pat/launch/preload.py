@@ -8,7 +8,7 @@ setproctitle.getproctitle()
 from sglang.srt.models.registry import ModelRegistry  # noqa: E402
 
 import sglang_pat.coordinator.process  # noqa: E402
-import sglang_pat.rank.process  # noqa: E402, F401
+import sglang_pat.host.process  # noqa: E402, F401
 
 # SGLang imports all its model files on the first look-up.
 ModelRegistry.get_supported_archs()

@@ -28,6 +28,7 @@ from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter 
 from sglang_pat import files, removed  # noqa: E402
 from sglang_pat.coordinator.process import run_coordinator  # noqa: E402
 from sglang_pat.figures import job_log, start_line  # noqa: E402
+from sglang_pat.host.process import run_detokenizer, run_rank  # noqa: E402
 from sglang_pat.launch.processes import make_engine_folder, start  # noqa: E402
 from sglang_pat.launch.refusals import refuse_function  # noqa: E402
 from sglang_pat.launch.spec import AdaptiveServerArgs, make_fingerprint, prepare_start  # noqa: E402
@@ -35,7 +36,6 @@ from sglang_pat.layout import ParallelLayout  # noqa: E402
 from sglang_pat.messages import BeginRound, EndRound  # noqa: E402
 from sglang_pat.policies.lending import Training  # noqa: E402
 from sglang_pat.predict.profile import Fingerprint  # noqa: E402
-from sglang_pat.rank.process import run_detokenizer, run_rank  # noqa: E402
 from sglang_pat.rollout.loop import EngineLoop  # noqa: E402
 from sglang_pat.server.rollout import EngineRollouts  # noqa: E402
 from sglang_pat.server.shutdown import end_if_a_child_fails, make_watchdog  # noqa: E402

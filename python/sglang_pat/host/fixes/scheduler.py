@@ -1,4 +1,4 @@
-"""SGLang's scheduler with its faults mended: the base class of ours (``rank/scheduler.py``).
+"""SGLang's scheduler with its faults mended: the base class of ours (``host/scheduler.py``).
 
 Each part says what SGLang's does instead, and where that is reported (``docs/upstream/`` for what had no report).
 
@@ -24,9 +24,11 @@ from sglang.srt.utils.watchdog import WatchdogRaw
 
 from sglang_pat.coordinator.controls import make_error_reply
 from sglang_pat.dropped import FATAL, Dropped, IsolatingDispatcher, ReadableSocket
+from sglang_pat.host import loop, tree
+from sglang_pat.host import requests as host
 from sglang_pat.host.fixes import float32, grammars, outputs, penalties, stop_patterns
 from sglang_pat.host.fixes.weight_updates import NOT_FLUSHED
-from sglang_pat.switch import requests
+from sglang_pat.switch.requests import is_engine_idle
 
 
 class MendedScheduler(Scheduler):
@@ -78,7 +80,7 @@ class MendedScheduler(Scheduler):
         # A pause of the mode "retract" leaves requests that wait and hold no KV.  SGLang says that the cache can be
         # flushed then, so that they go on with new weights only, and (0.5.12) refuses it while anything waits.
         waiting, compiling = self.waiting_queue, self.grammar_manager.grammar_queue
-        requests.drop_ended_batch(self)
+        loop.drop_ended_batch(self)
         if self._engine_paused and all(req.req_pool_idx is None for req in waiting):
             self.waiting_queue, self.grammar_manager.grammar_queue = [], []
         try:
@@ -116,8 +118,8 @@ class MendedScheduler(Scheduler):
         Raises:
             RuntimeError: some rank still runs a request (a health probe, for one).
         """
-        requests.drop_ended_batch(self)
-        if not requests.is_engine_idle(self):
+        loop.drop_ended_batch(self)
+        if not is_engine_idle(self):
             raise RuntimeError("memory is not released: a rank still has a request")
         return super().release_memory_occupation(recv_req)
 
@@ -128,7 +130,7 @@ class MendedScheduler(Scheduler):
 
         The others are out of its sight meanwhile.
         """
-        decoding, waiting = requests.list_requests(self)
+        decoding, waiting = loop.list_requests(self)
         reqs = {id(req): req for req in decoding + waiting + (self.cur_batch.reqs if self.cur_batch else [])}
         others = [
             (req, req.rid)
@@ -148,12 +150,12 @@ class MendedScheduler(Scheduler):
         (docs/upstream/aborted_while_waiting.md)."""
         outputs.abort(abort, req)
         if req.return_routed_experts:  # docs/upstream/experts_of_waiting.md
-            outputs.collect_experts(req, requests.find_kv_in_tree(self, req))
+            outputs.collect_experts(req, tree.find_kv(self, req))
         self.stream_output([req], req.return_logprob)
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
         if req.is_retracted:
-            requests.drop_piece_logprobs(req)  # docs/upstream/retracted_between_pieces.md
+            host.drop_piece_logprobs(req)  # docs/upstream/retracted_between_pieces.md
         super()._add_request_to_queue(req, is_retracted)
 
     def get_new_batch_prefill(self) -> ScheduleBatch | None:
