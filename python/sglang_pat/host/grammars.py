@@ -54,6 +54,7 @@ def replay(grammar: Any, tokens: Iterable[int]) -> None:
     After every token SGLang sets ``finished`` to whether the request is.  An end of sequence that is ignored would
     leave it True here, and ranks of a group would mask different tokens.
     """
+    assign(grammar, finished=False)  # once with the check
     for token in tokens:
         grammar.accept_token(token)
         grammar.finished = False

@@ -140,6 +140,12 @@ def set_requests(
         assign(scheduler.grammar_manager, grammar_queue=list(compiling))
 
 
+def set_waiting(scheduler: SglangScheduler, queued: list[Req], compiling: list[Req]) -> None:
+    """Make these the lists of requests that wait for a prefill, and for their grammar."""
+    assign(scheduler, waiting_queue=queued)
+    assign(scheduler.grammar_manager, grammar_queue=compiling)
+
+
 def set_running(scheduler: SglangScheduler, batch: ScheduleBatch) -> None:
     """Have this batch decode next."""
     assign(scheduler, running_batch=batch)

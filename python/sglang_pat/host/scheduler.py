@@ -45,7 +45,7 @@ from sglang_pat.checks import census, tokens
 from sglang_pat.coordinator.controls import SINGLES
 from sglang_pat.host import groups, kv, tree
 from sglang_pat.host import requests as host
-from sglang_pat.host.assign import assign
+from sglang_pat.host.assign import assign, assigned
 from sglang_pat.host.fixes.scheduler import MendedScheduler
 from sglang_pat.host.outputs import ControlSender, RpcRelay
 from sglang_pat.host.runner import AdaptiveTpModelWorker
@@ -120,7 +120,7 @@ class AdaptiveScheduler(MendedScheduler):
         self._silent = SenderWrapper(None)
         self._idle_sleeper = self.idle_sleeper
         if self._can_lead:
-            self.recv_from_rpc = RpcRelay(self.channel.send_sglang)
+            assign(self, recv_from_rpc=RpcRelay(self.channel.send_sglang))
 
     def init_metrics(self, tp_rank: int, pp_rank: int, dp_rank: int | None) -> None:
         # Series of their own: every rank is built as the first rank of the only replica.
@@ -243,11 +243,8 @@ class AdaptiveScheduler(MendedScheduler):
         req.pat_prompt = array("I", req.origin_input_ids) if self._prompt is None else self._prompt
         # A request admitted in a tail layout, where the pool holds more tokens, must still fit in
         # the base layout.
-        capacity, self.max_total_num_tokens = self.max_total_num_tokens, self.base_capacity
-        try:
+        with assigned(self, max_total_num_tokens=self.base_capacity):
             super().init_req_max_new_tokens(req)
-        finally:
-            self.max_total_num_tokens = capacity
         register(req)
         degrees.begin(req, self.tp_size)
 
@@ -349,27 +346,17 @@ class AdaptiveScheduler(MendedScheduler):
 
         The trace is named by this rank's number in the engine.
         """
-        tp_rank, group = self.tp_rank, self.dp_tp_cpu_group
-        self.tp_rank, self.dp_tp_cpu_group = self.rank, self.layouts.groups.get_single_group().cpu_group
-        try:
+        alone = self.layouts.groups.get_single_group().cpu_group
+        with assigned(self, tp_rank=self.rank, dp_tp_cpu_group=alone):
             return super().stop_profile(stage)
-        finally:
-            self.tp_rank, self.dp_tp_cpu_group = tp_rank, group
 
     # -- weights: every rank, addressed by its place in the engine -------------------------------------
 
     @contextmanager
     def _use_physical_rank(self):
         """Let SGLang address this rank by its number in the engine (per-rank tensors, update groups)."""
-        owners = (self.tp_worker, self.layouts.runner)
-        saved = [owner.tp_rank for owner in owners]
-        for owner in owners:
-            owner.tp_rank = self.rank
-        try:
+        with assigned(self.tp_worker, tp_rank=self.rank), assigned(self.layouts.runner, tp_rank=self.rank):
             yield
-        finally:
-            for owner, tp_rank in zip(owners, saved, strict=True):
-                owner.tp_rank = tp_rank
 
     def _count_update(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
         try:
