@@ -6,7 +6,7 @@ import setproctitle
 setproctitle.getproctitle()
 
 import sglang_pat.coordinator.process  # noqa: E402
-import sglang_pat.rank.process  # noqa: E402, F401
+import sglang_pat.host.process  # noqa: E402, F401
 from sglang_pat.host.child import import_model_files  # noqa: E402
 
 import_model_files()

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_pat.host.requests import LOGPROBS
 from sglang_pat.rank import degrees
 from sglang_pat.switch import requests
 from sglang_pat.switch.install import _Slots
@@ -66,7 +67,7 @@ def stream_output(req: Req) -> list[tuple]:
         spec_algorithm=SimpleNamespace(is_none=lambda: True), send_to_detokenizer=outlet,
     )  # fmt: skip
     SchedulerOutputProcessorMixin.stream_output_generation(played, [req], return_logprob=True)
-    names = ["rids", "finished_reasons", "decode_ids", "output_ids", *requests.LOGPROBS]
+    names = ["rids", "finished_reasons", "decode_ids", "output_ids", *LOGPROBS]
     return [(name, repr(getattr(output, name))) for output in sent for name in names]
 
 
@@ -74,9 +75,9 @@ def moved(req: Req) -> Req:
     """``req`` after a switch to other ranks."""
     options = {"top_logprobs_num": req.top_logprobs_num, "token_ids_logprob": req.token_ids_logprob}
     other = request(stream=req.stream, **options)
-    before = {name: repr(getattr(req, name, None)) for name in requests.LOGPROBS}
+    before = {name: repr(getattr(req, name, None)) for name in LOGPROBS}
     requests.restore_state(other, pickle.loads(pickle.dumps(requests.serialize_request(req))))
-    assert before == {name: repr(getattr(req, name, None)) for name in requests.LOGPROBS}, "it may go on where it is"
+    assert before == {name: repr(getattr(req, name, None)) for name in LOGPROBS}, "it may go on where it is"
     return other
 
 
@@ -134,7 +135,10 @@ def test_what_a_switch_brings_is_found_in_the_tree(seed):
     rng = random.Random(seed)
     pool = TokenToKVPoolAllocator(400, torch.float32, "cpu", None, False)
     tree = RadixCache.create_simulated(mock_allocator=pool)
-    slots = _Slots(SimpleNamespace(tree_cache=tree, token_to_kv_pool_allocator=pool, device="cpu"), np.arange(401))
+    rank = SimpleNamespace(
+        tree_cache=tree, token_to_kv_pool_allocator=pool, device="cpu", layouts=SimpleNamespace(device="cpu")
+    )
+    slots = _Slots(rank, np.arange(401))
     content = torch.zeros(401, dtype=torch.int64)
     entered, decoding = [], []
     for group in range(2):

@@ -143,7 +143,7 @@ def test_the_detokenizer_drops_what_it_does_not_know_but_no_batch():
     from sglang.srt.managers import io_struct as io
     from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 
-    from sglang_pat.rank.process import AdaptiveDetokenizerManager
+    from sglang_pat.host.process import AdaptiveDetokenizerManager
 
     manager = AdaptiveDetokenizerManager.__new__(AdaptiveDetokenizerManager)
     manager.dropped = Dropped()

@@ -32,8 +32,8 @@ def test_views_and_copies_multiply_alike(tp):
 
 def test_few_tokens_are_multiplied_by_all_pieces_at_once(monkeypatch):
     pytest.importorskip("triton")
+    from sglang_pat.host.layers import PiecewiseLinear
     from sglang_pat.rank import pieces_triton
-    from sglang_pat.rank.weights import PiecewiseLinear
 
     method, weight, seen = PiecewiseLinear(), torch.zeros(64, 32), []
     method.set_pieces([weight[:16], weight[32:48]], None)

@@ -81,15 +81,13 @@ def test_every_request_attribute_is_accounted_for():
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    from sglang_pat.switch.requests import CARRIED
+    from sglang_pat.host.requests import CARRIED, LATE
 
     req = Req("rid", "text", [1, 2], SamplingParams(), return_logprob=True)
     unknown = set(vars(req)) - set(CARRIED) - set(LOCAL)
     assert not unknown, f"new attributes of Req: {sorted(unknown)}"
     assert not set(CARRIED) & set(LOCAL)
-    # SGLang sets these on first use.
-    late = {"cur_decode_ids_len", "input_top_logprobs_val"}
-    gone = set(CARRIED) - set(vars(req)) - late
+    gone = set(CARRIED) - set(vars(req)) - LATE
     assert not gone, f"attributes that Req no longer has: {sorted(gone)}"
 
 
@@ -101,7 +99,7 @@ def test_reseeding_is_sglangs():
     import torch
     from sglang.srt.utils import set_random_seed
 
-    from sglang_pat.rank.scheduler import set_seed
+    from sglang_pat.host.scheduler import set_seed
 
     def draw() -> tuple:
         return random.random(), float(np.random.rand()), torch.rand(3).tolist()
@@ -124,6 +122,7 @@ def test_a_request_is_sealed_once():
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
+    from sglang_pat.host.requests import unseal
     from sglang_pat.rank import degrees
     from sglang_pat.switch import requests
 
@@ -138,7 +137,7 @@ def test_a_request_is_sealed_once():
     req.output_ids = [1, 2]
     capsule = requests.serialize_request(req)
     assert given.input_ids == [5, 6, 70_000]
-    request, prompt = requests.unpickle_request(capsule.sealed)
+    request, prompt = unseal(capsule.sealed)
     assert request.input_ids == prompt.tolist() == given.input_ids
     assert request.rid == "r" and request.top_logprobs_num == 2
     assert request.sampling_params.temperature == 0.5 and capsule.output.tolist() == [1, 2]

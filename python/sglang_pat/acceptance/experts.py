@@ -77,8 +77,8 @@ def measure(layer: Layer, tp: int, batch: int, device: str, dtype: torch.dtype, 
     """
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
-    from sglang_pat.rank.experts import UNQUANTISED, PiecewiseExperts
-    from sglang_pat.rank.experts_triton import multiply_gate_up
+    from sglang_pat.host.experts import UNQUANTISED, PiecewiseExperts
+    from sglang_pat.host.experts_triton import multiply_gate_up
 
     def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return torch.randn(*shape, device=device, dtype=dtype) * scale

@@ -54,7 +54,7 @@ class Linear:
     def on_views(self) -> torch.Tensor:
         if len(self.parts) == 1:
             return linear(self.given, self.parts[0])
-        from sglang_pat.rank.weights import PiecewiseLinear  # with it comes SGLang
+        from sglang_pat.host.layers import PiecewiseLinear  # with it comes SGLang
 
         method = PiecewiseLinear()
         method.set_pieces(self.parts, None)

@@ -18,11 +18,11 @@ from sglang_pat import files  # noqa: E402
 from sglang_pat.coordinator.process import run_coordinator  # noqa: E402
 from sglang_pat.host.arguments import make_fingerprint  # noqa: E402
 from sglang_pat.host.engine import LaunchedEngine, Programs  # noqa: E402
+from sglang_pat.host.process import run_detokenizer, run_rank  # noqa: E402
 from sglang_pat.layout import ParallelLayout  # noqa: E402
 from sglang_pat.messages import BeginRound, EndRound  # noqa: E402
 from sglang_pat.policies.lending import Training  # noqa: E402
 from sglang_pat.predict.profile import Fingerprint  # noqa: E402
-from sglang_pat.rank.process import run_detokenizer, run_rank  # noqa: E402
 from sglang_pat.rollout.loop import EngineLoop  # noqa: E402
 from sglang_pat.server.rollout import EngineRollouts  # noqa: E402
 from sglang_pat.server.tokenizer import AdaptiveTokenizerManager, ReconfigureError  # noqa: E402

@@ -1,127 +1,45 @@
-"""SGLang's model runner and TP worker, on one world of N ranks instead of one world per replica, and its groups."""
+"""SGLang's model runner and TP worker, on one world of N ranks instead of one world per replica; and what of the runner
+belongs to a layout.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from sglang.srt.distributed import parallel_state
-from sglang.srt.distributed.parallel_state import GroupCoordinator, init_model_parallel_group
 from sglang.srt.layers.dp_attention import initialize_dp_attention
+from sglang.srt.layers.sampler import create_sampler
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.state_capturer.routed_experts import set_global_experts_capturer
 from sglang.srt.utils import get_available_gpu_memory, monkey_patch_p2p_access_check
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_pat.cpu import rendezvous, shm
-from sglang_pat.host import sharing
+from sglang_pat.errors import Unsupported
+from sglang_pat.host import kv, layers, sharing
 from sglang_pat.host.arguments import AdaptiveServerArgs
+from sglang_pat.host.assign import assign
 from sglang_pat.host.fixes.grammars import MendedModelRunner
 from sglang_pat.host.fixes.weight_updates import WholeUpdatesTpModelWorker
-from sglang_pat.layout import ParallelLayout, exchange_groups, get_exchange_degrees
-from sglang_pat.rank.routed_experts import RoutedExperts
-from sglang_pat.rank.weights import Unsupported, build_model
+from sglang_pat.host.routed_experts import RoutedExperts
+from sglang_pat.rank.groups import GroupPool
 from sglang_pat.switch.plan import compute_kv_head_range
 
-TP_GLOBALS = ("_TP", "_ATTN_TP", "_MOE_TP")
-"""Globals of ``parallel_state`` that follow the layout."""
-
-SINGLE_GLOBALS = ("_PP", "_ATTN_CP", "_MOE_DP", "_MOE_EP")
-"""Globals of ``parallel_state`` that are always groups of one rank (the degrees refused at start)."""
-
-REDUCED = (4 << 10, 1 << 20, 8 << 20, 32 << 20)
-"""Bytes of reductions that use once all that SGLang reduces with on a GPU: the kernel of its custom all-reduce that
-pushes, the one that pulls (above 160 KB to 4 MB, by ranks and GPU), and NCCL (above 16 MB).  The two kernels are
-compiled on first use, which takes tens of seconds."""
-
-
-class GroupPool:
-    """All process groups of a rank, for the life of the engine (PAT section 4.3, "Communication Group Pool").
-
-    Everything is created in ``__init__``, by every rank in the same order, so a switch creates nothing.  One exception:
-    the groups of ``--pat-kv-exchange allgather`` are made on first use, as in the paper.
-    """
-
-    def __init__(self, layouts: tuple[ParallelLayout, ...], rank: int, local_device: int, device: str) -> None:
-        self.rank = rank
-        backend = self._backend = "nccl" if device == "cuda" else shm.BACKEND
-        own_nccl = backend == "nccl"  # SGLang's communicator for graphs
-        shm.register()
-        ranks = range(layouts[0].num_ranks)
-        # Control traffic of all ranks together: votes, capsules, reports.
-        self.world = dist.new_group(list(ranks), backend=shm.BACKEND)
-        alone = [[rank] for rank in ranks]
-        self._single = init_model_parallel_group(alone, local_device, backend, own_nccl, group_name="single")
-        # Some models of SGLang's (Phi, StarCoder2) take the pipeline group's rank in the world for their stage.
-        self._single.rank, self._single.ranks = 0, [0]
-        self._tp: dict[int, GroupCoordinator] = {}
-        self._control: dict[int, dist.ProcessGroup] = {}
-        self._gather: dict[int, dist.ProcessGroup] = {}
-        for layout in layouts:
-            self._tp[layout.tp] = init_model_parallel_group(
-                layout.groups(), local_device, backend, own_nccl, group_name=f"tp{layout.tp}"
-            )
-            self._control[layout.tp] = self._make_group(layout.groups(), shm.BACKEND)
-        self._exchange: dict[tuple[int, int], tuple[dist.ProcessGroup, list[int]]] = {}
-        for i, low in enumerate(layouts):
-            for high in layouts[i + 1 :]:
-                groups = exchange_groups(low, high)
-                mine = next(group for group in groups if rank in group)
-                self._exchange[low.tp, high.tp] = (self._make_group(groups, backend), mine)
-
-    def warm_up(self, dtype: torch.dtype) -> None:
-        """Reduce in every TP group as a model of this type does, in each way: nothing is made or compiled later on."""
-        for coordinator in self._tp.values():
-            if coordinator.world_size == 1:
-                continue
-            for size in REDUCED if coordinator.device.type != "cpu" else REDUCED[:1]:
-                coordinator.all_reduce(torch.zeros(size // dtype.itemsize, dtype=dtype, device=coordinator.device))
-
-    def _make_group(self, groups: list[list[int]], backend: str) -> dist.ProcessGroup:
-        mine = None
-        for ranks in groups:
-            group = dist.new_group(ranks, backend=backend)
-            if self.rank in ranks:  # else torch gives a number
-                mine = cast("dist.ProcessGroup", group)
-        assert mine is not None
-        return mine
-
-    def get_tp_group(self, layout: ParallelLayout) -> GroupCoordinator:
-        return self._tp[layout.tp]
-
-    def get_single_group(self) -> GroupCoordinator:
-        return self._single
-
-    def exchange_group(self, a: ParallelLayout, b: ParallelLayout) -> tuple[dist.ProcessGroup, list[int]]:
-        """Process group and ranks among which this rank exchanges KV between ``a`` and ``b``."""
-        return self._exchange[get_exchange_degrees(a, b)]
-
-    def get_larger_group(self, a: ParallelLayout, b: ParallelLayout) -> tuple[dist.ProcessGroup, list[int]]:
-        """This rank's group of the higher degree and its ranks, for PAT's all-gather; made on first use, as PAT does.
-
-        All N ranks must call it together.
-        """
-        layout = max(a, b)
-        if layout.tp not in self._gather:
-            self._gather[layout.tp] = self._make_group(layout.groups(), self._backend)
-        return self._gather[layout.tp], layout.group(layout.group_of(self.rank))
-
-    def use_shared_memory_for_control(self) -> None:
-        """Send SGLang's per-step request broadcast through shared memory instead of gloo.
-
-        Only after the model is loaded: SGLang's loader calls ``monitored_barrier``, which gloo alone has.
-        """
-        for tp, coordinator in self._tp.items():
-            coordinator.cpu_group = self._control[tp]
-
-    def install(self, layout: ParallelLayout) -> None:
-        """Point SGLang's group globals at the pooled groups of ``layout``."""
-        for name in TP_GLOBALS:
-            setattr(parallel_state, name, self._tp[layout.tp])
-        for name in SINGLE_GLOBALS:
-            setattr(parallel_state, name, self._single)
+RESOURCE_MAKERS = (
+    (dist, "new_group"),
+    (MHATokenToKVPool, "__init__"),
+    (ModelRunner, "init_device_graphs"),
+    (ModelRunner, "init_attention_backend"),
+)
+"""What makes process groups, pools, graphs (and so a second copy of their memory)."""
 
 
 class AdaptiveModelRunner(MendedModelRunner):
@@ -215,7 +133,7 @@ class AdaptiveTpModelWorker(WholeUpdatesTpModelWorker):
         super().__init__(**kwargs)
         runner = self.model_runner
         runner.groups.use_shared_memory_for_control()
-        self.expect(build_model(runner.model_config, runner.load_config, runner.device))
+        self.expect(build_model(runner))
 
     def _init_model_runner(self) -> None:
         self._model_runner = AdaptiveModelRunner(
@@ -238,3 +156,110 @@ class AdaptiveTpModelWorker(WholeUpdatesTpModelWorker):
             token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
             memory_pool_config=self.memory_pool_config,
         )
+
+
+# -- what of the runner belongs to a layout ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayoutParts:
+    """Objects that capture group sizes or head counts when they are made: each layout has its own."""
+
+    model: torch.nn.Module
+    sampler: torch.nn.Module
+    attn_backend: Any
+    graph_runner: Any
+    kv_pool: MHATokenToKVPool
+    allocator: TokenToKVPoolAllocator
+
+    @property
+    def has_graphs(self) -> bool:
+        return self.graph_runner is not None
+
+
+def get_runner(worker: AdaptiveTpModelWorker) -> AdaptiveModelRunner:
+    return worker.model_runner
+
+
+def describe(runner: AdaptiveModelRunner) -> tuple[str, torch.dtype, int]:
+    """Its device, the dtype of its model, and the KV heads of the whole model."""
+    return runner.device, runner.dtype, runner.model_config.get_total_num_kv_heads()
+
+
+def find_reason_against(runner: AdaptiveModelRunner) -> str | None:
+    """Why the loaded model cannot cross a switch; None if nothing of it says so."""
+    windowed = runner.sliding_window_size is not None
+    return kv.find_reason_against(runner.token_to_kv_pool) or (
+        "its attention has a sliding window" if windowed else None
+    )
+
+
+def get_graph_sizes(runner: AdaptiveModelRunner, tp: int) -> Sequence[int]:
+    """Batches that get CUDA graphs at degree ``tp``; empty for none."""
+    return runner.server_args.spec.graph_sizes[tp]
+
+
+def build_model(runner: AdaptiveModelRunner) -> torch.nn.Module:
+    """Its model under the groups that are installed now, without memory for parameters."""
+    return layers.build_model(runner.model_config, runner.load_config, runner.device)
+
+
+def read_parts(runner: AdaptiveModelRunner) -> LayoutParts:
+    """Those of the layout that it is pointed at."""
+    return LayoutParts(
+        model=runner.model,
+        sampler=runner.sampler,
+        attn_backend=runner.attn_backend,
+        graph_runner=runner.graph_runner,
+        kv_pool=runner.token_to_kv_pool,
+        allocator=runner.token_to_kv_pool_allocator,
+    )
+
+
+def build_parts(
+    runner: AdaptiveModelRunner,
+    model: torch.nn.Module,
+    pool: MHATokenToKVPool,
+    allocator: TokenToKVPoolAllocator,
+    graph_sizes: Sequence[int],
+) -> LayoutParts:
+    """Parts of a layout around its ``model`` and ``pool``, under the groups that are installed now.
+
+    The runner is pointed at them.
+
+    Args:
+        graph_sizes: of the batches that get CUDA graphs; empty for none.
+    """
+    assign(
+        runner,
+        model=model,
+        sampler=create_sampler(),
+        token_to_kv_pool=pool,
+        token_to_kv_pool_allocator=allocator,
+        graph_runner=None,
+    )
+    runner.init_attention_backend()
+    if graph_sizes:
+        args = runner.server_args
+        saved = args.cuda_graph_bs
+        assign(args, cuda_graph_bs=list(graph_sizes))  # SGLang adds to it
+        try:
+            runner.init_device_graphs()
+        finally:
+            assign(args, cuda_graph_bs=saved)
+    return read_parts(runner)
+
+
+def install_parts(worker: AdaptiveTpModelWorker, runner: AdaptiveModelRunner, parts: LayoutParts) -> None:
+    """Point the runner at ``parts``."""
+    assign(
+        runner,
+        model=parts.model,
+        sampler=parts.sampler,
+        attn_backend=parts.attn_backend,
+        graph_runner=parts.graph_runner,
+        token_to_kv_pool=parts.kv_pool,
+        token_to_kv_pool_allocator=parts.allocator,
+    )
+    for owner in (runner, worker):
+        assign(owner, max_total_num_tokens=kv.count_slots(parts.allocator))

@@ -18,12 +18,11 @@ from sglang.srt.plugins import load_plugins  # noqa: E402
 from sglang.srt.server_args import PortArgs  # noqa: E402
 
 from sglang_pat.dropped import Dropped, IsolatingDispatcher  # noqa: E402
-from sglang_pat.errors import format_one_line  # noqa: E402
+from sglang_pat.errors import Unsupported, format_one_line  # noqa: E402
 from sglang_pat.host.arguments import AdaptiveServerArgs, make_rank_view  # noqa: E402
 from sglang_pat.host.guard import check_overrides  # noqa: E402
 from sglang_pat.launch.contract import SGLangMismatch  # noqa: E402
 from sglang_pat.launch.processes import RANK_TITLE, end_engine  # noqa: E402
-from sglang_pat.rank.weights import Unsupported  # noqa: E402
 from sglang_pat.switch.order import OrderedReceiver  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ def run_rank(
         # What SGLang compiles are a few tiny functions; asking the C++ compiler what it can do takes seconds.
         torch.compiler.set_stance("force_eager")
     try:
-        from sglang_pat.rank.scheduler import AdaptiveScheduler
+        from sglang_pat.host.scheduler import AdaptiveScheduler
 
         check_overrides()
         args = make_rank_view(server_args)

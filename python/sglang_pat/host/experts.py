@@ -17,7 +17,7 @@ from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from torch.nn.functional import linear, silu
 
-from sglang_pat.rank.experts_triton import multiply_gate_up
+from sglang_pat.host.experts_triton import multiply_gate_up
 
 LARGEST_BATCH = 4096
 """Tokens; kernels for more are those for so many."""

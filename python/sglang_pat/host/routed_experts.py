@@ -22,6 +22,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer
 
 from sglang_pat.cpu.windows import Windows
+from sglang_pat.host.assign import assign
 from sglang_pat.rank.routed_rows import Table
 from sglang_pat.switch.plan import GroupPlan, LiveRequest, list_slots_once, match_slots
 
@@ -54,7 +55,7 @@ class RoutedExperts(RoutedExpertsCapturer):
         self._tables = [Table(self._get_rows(self._rank, which)) for which in range(2)]
         self._fill: tuple[Callable[[Table], None], np.ndarray] | None = None
         self._thread = ThreadPoolExecutor(1, "routed experts")
-        self.host_cache.buffer = self._tables[0]
+        assign(self.host_cache, buffer=self._tables[0])
 
     def _get_rows(self, rank: int, which: int) -> torch.Tensor:
         """``[slots, layers, experts per token]``."""
@@ -104,7 +105,8 @@ class RoutedExperts(RoutedExpertsCapturer):
     def turn(self, leads: bool) -> None:
         """From now on the other table is in use; if this rank ``leads`` a group, its rows come now."""
         self._which = 1 - self._which
-        table = self.host_cache.buffer = self._tables[self._which]
+        table = self._tables[self._which]
+        assign(self.host_cache, buffer=table)
         if leads:
             assert self._fill is not None, "plan_copy comes first"
             fill, slots = self._fill

@@ -1,4 +1,4 @@
-"""SGLang's scheduler on a rank of the adaptive engine.
+"""SGLang's scheduler on a rank of the adaptive engine: where its own steps are hooked.
 
 It stays SGLang's scheduler of one replica, with faults mended (``host/fixes/scheduler.py``).  What is added: its lines
 to the coordinator, the handlers of ``Prepare``/``Compile``/``Switch``/``Cancel``, load reports, and
@@ -42,20 +42,23 @@ from sglang.srt.observability.metrics_collector import SchedulerStats
 from sglang.srt.server_args import PortArgs
 
 from sglang_pat.checks import census, tokens
+from sglang_pat.host import groups, kv, tree
+from sglang_pat.host import requests as host
 from sglang_pat.host.arguments import AdaptiveServerArgs
+from sglang_pat.host.assign import assign, assigned
 from sglang_pat.host.controls import SINGLES
 from sglang_pat.host.fixes.scheduler import MendedScheduler
+from sglang_pat.host.outputs import ControlSender, RpcRelay
+from sglang_pat.host.runner import AdaptiveTpModelWorker
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory.plan import format_size
 from sglang_pat.messages import Cancel, Compile, InjectPrefixes, Prepare, StepPermit, Switch, TraceQuery
-from sglang_pat.rank import degrees, prefixes
-from sglang_pat.rank.channels import ControlSender, RankChannel, RpcRelay
+from sglang_pat.rank import degrees
+from sglang_pat.rank.channels import RankChannel
 from sglang_pat.rank.layouts import Layouts
 from sglang_pat.rank.load_reports import LoadReporter, StepTrace, register
 from sglang_pat.rank.output_check import check_outputs
-from sglang_pat.rank.runner import AdaptiveTpModelWorker
 from sglang_pat.rank.step_gate import StepGate
-from sglang_pat.switch import requests
 from sglang_pat.switch.executor import SwitchExecutor
 from sglang_pat.switch.grammars import CompiledGrammars
 from sglang_pat.switch.order import OutputSender
@@ -113,11 +116,11 @@ class AdaptiveScheduler(MendedScheduler):
         self.channel = RankChannel(zmq.Context.instance(), self._channel_address, self.rank)
         self._can_lead = self.recv_from_tokenizer is not None
         self.output = OutputSender(self.send_to_detokenizer, self.rank, degrees.add_degrees_to_output)
-        self._control = ControlSender(self.channel, self.end_waiting)
+        self._control = ControlSender(self.channel.send_sglang, self.end_waiting)
         self._silent = SenderWrapper(None)
         self._idle_sleeper = self.idle_sleeper
         if self._can_lead:
-            self.recv_from_rpc = RpcRelay(self.channel)
+            assign(self, recv_from_rpc=RpcRelay(self.channel.send_sglang))
 
     def init_metrics(self, tp_rank: int, pp_rank: int, dp_rank: int | None) -> None:
         # Series of their own: every rank is built as the first rank of the only replica.
@@ -148,7 +151,7 @@ class AdaptiveScheduler(MendedScheduler):
                 Cancel: lambda m: self.executor.cancel(m),
                 StepPermit: lambda m: self.gate.set_permit(m),
                 TraceQuery: lambda m: self.trace.answer_query(self, m),
-                InjectPrefixes: lambda m: prefixes.inject(self.tree_cache, m.prompts),
+                InjectPrefixes: lambda m: tree.inject(self, m.prompts),
             }
         )
 
@@ -186,48 +189,40 @@ class AdaptiveScheduler(MendedScheduler):
         """Become the scheduler of this rank's TP group in ``layout``, with empty pools.
 
         Every attribute in which SGLang's scheduler keeps a group, a rank, a size or a pool is set
-        here (docs/sglang.md lists them).
+        here and in ``host/groups.py`` (docs/sglang.md lists them).
         """
         left = self.gate.close_for_switch(self.rank)
         if left is not None and self.is_leader:
             self.channel.send(left)
         runtime = self.layouts.install(layout)
-        group = self.layouts.runner.groups.get_tp_group(layout)
-        self.tp_rank = self.attn_tp_rank = runtime.tp_rank
-        self.tp_size = self.attn_tp_size = layout.tp
-        self.tp_group = self.attn_tp_group = self.dp_tp_group = group
-        self.tp_cpu_group = self.attn_tp_cpu_group = self.dp_tp_cpu_group = group.cpu_group
-        grammar = self.grammar_manager
-        grammar.grammar_sync_group, grammar.grammar_sync_size = group.cpu_group, group.world_size
-        grammar.grammar_sync_entry, grammar.is_grammar_sync_entry = group.first_rank, group.is_first_rank
-
-        self.token_to_kv_pool_allocator = self.tree_cache.token_to_kv_pool_allocator = runtime.allocator
-        self.max_total_num_tokens = runtime.allocator.size
+        groups.set_scheduler_group(self, self.layouts.groups.get_tp_group(layout), runtime.tp_rank, layout.tp)
+        kv.set_allocator(self, runtime.parts.allocator)
         self.clear_pools()
-
-        self.send_to_detokenizer = self.output if self.is_leader else self._silent
-        self.send_to_tokenizer = self._control if self.is_leader else self._silent
-        self.idle_sleeper = self._idle_sleeper if self.is_leader else None
+        leads = self.is_leader
         self.output.fence = fence
-        self.is_stats_logging_rank = self.is_leader
-        self.current_scheduler_metrics_enabled = self.enable_metrics and (
-            self.is_leader or self.server_args.enable_metrics_for_all_schedulers
+        assign(
+            self,
+            send_to_detokenizer=self.output if leads else self._silent,
+            send_to_tokenizer=self._control if leads else self._silent,
+            idle_sleeper=self._idle_sleeper if leads else None,
+            is_stats_logging_rank=leads,
+            current_scheduler_metrics_enabled=self.enable_metrics
+            and (leads or self.server_args.enable_metrics_for_all_schedulers),
+            # The estimate behind admission, which replicas have each learnt for themselves: ranks of one group must
+            # agree.
+            new_token_ratio=self.init_new_token_ratio,
         )
         if self.enable_metrics and not self.current_scheduler_metrics_enabled:
             # The leader tells of its requests from now on; gauges that nobody sets would count them twice.
-            self.stats = SchedulerStats()
+            assign(self, stats=SchedulerStats())
             self.metrics_collector.log_stats(self.stats)
         # Ranks of one group must draw the same numbers and different groups different ones; after a
         # switch neither holds by itself.  For a seed from (seed, switch, group) nothing has to be sent.
         set_seed((self.random_seed + 7919 * layout.group_of(self.rank) + 104729 * epoch) % (1 << 31))
-        # The estimate behind admission, which replicas have each learnt for themselves: ranks of one group must agree.
-        self.new_token_ratio = self.init_new_token_ratio
         self.load.reset_for_new_group()
 
     def clear_pools(self) -> None:
-        self.tree_cache.reset()
-        self.token_to_kv_pool_allocator.clear()
-        self.req_to_token_pool.clear()
+        kv.clear_pools(self)
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -248,11 +243,8 @@ class AdaptiveScheduler(MendedScheduler):
         req.pat_prompt = array("I", req.origin_input_ids) if self._prompt is None else self._prompt
         # A request admitted in a tail layout, where the pool holds more tokens, must still fit in
         # the base layout.
-        capacity, self.max_total_num_tokens = self.max_total_num_tokens, self.base_capacity
-        try:
+        with assigned(self, max_total_num_tokens=self.base_capacity):
             super().init_req_max_new_tokens(req)
-        finally:
-            self.max_total_num_tokens = capacity
         register(req)
         degrees.begin(req, self.tp_size)
 
@@ -282,7 +274,7 @@ class AdaptiveScheduler(MendedScheduler):
         return OpenSessionReqOutput(recv_req.session_id, False)
 
     def get_new_batch_prefill(self) -> ScheduleBatch | None:
-        with requests.keep_piece_logprobs(self.waiting_queue):
+        with host.keep_piece_logprobs(self.waiting_queue):
             return super().get_new_batch_prefill()
 
     # -- load reports and the step trace ----------------------------------------------------------------
@@ -316,7 +308,7 @@ class AdaptiveScheduler(MendedScheduler):
         return output
 
     def _log_kept_memory(self) -> None:
-        if self.rank == 0 and self.layouts.runner.device == "cuda":
+        if self.rank == 0 and self.layouts.device == "cuda":
             free, total = torch.cuda.mem_get_info()
             plan = self.server_args.spec.memory
             logger.info(
@@ -354,27 +346,17 @@ class AdaptiveScheduler(MendedScheduler):
 
         The trace is named by this rank's number in the engine.
         """
-        tp_rank, group = self.tp_rank, self.dp_tp_cpu_group
-        self.tp_rank, self.dp_tp_cpu_group = self.rank, self.layouts.runner.groups.get_single_group().cpu_group
-        try:
+        alone = self.layouts.groups.get_single_group().cpu_group
+        with assigned(self, tp_rank=self.rank, dp_tp_cpu_group=alone):
             return super().stop_profile(stage)
-        finally:
-            self.tp_rank, self.dp_tp_cpu_group = tp_rank, group
 
     # -- weights: every rank, addressed by its place in the engine -------------------------------------
 
     @contextmanager
     def _use_physical_rank(self):
         """Let SGLang address this rank by its number in the engine (per-rank tensors, update groups)."""
-        owners = (self.tp_worker, self.layouts.runner)
-        saved = [owner.tp_rank for owner in owners]
-        for owner in owners:
-            owner.tp_rank = self.rank
-        try:
+        with assigned(self.tp_worker, tp_rank=self.rank), assigned(self.layouts.runner, tp_rank=self.rank):
             yield
-        finally:
-            for owner, tp_rank in zip(owners, saved, strict=True):
-                owner.tp_rank = tp_rank
 
     def _count_update(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
         try:
