@@ -17,9 +17,9 @@ import sys
 import warnings
 from typing import Any
 
-from sglang_pat.config import STREAM_VARIABLE
 from sglang_pat.cpu import shim
 from sglang_pat.launch import processes
+from stream_layers import STREAM_VARIABLE
 
 SGLANGS_HELP = "--help-sglang"
 
@@ -69,8 +69,8 @@ def _print_help() -> None:
 def _serve_streaming(argv: list[str]) -> None:
     """As plainly, with layers in host memory.  Exits with one line for arguments that cannot be, SGLang's included."""
     from sglang_pat.errors import format_one_line
-    from sglang_pat.judge.plan import CannotStream
-    from sglang_pat.judge.refusals import take_flag
+    from stream_layers.plan import CannotStream
+    from stream_layers.refusals import take_flag
 
     try:
         rest = take_flag(argv)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "sglang_pat"
-FOLDERS = ("python/sglang_pat", "profiler", "studies", "bench", "examples", "tests")
+FOLDERS = ("python", "profiler", "studies", "bench", "examples", "tests")
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_pat.rewards.missing import MISSING, Missing
+from sglang_pat.rollout.missing import MISSING, Missing
 from sglang_pat.rollout.records import Group, Summary
 from sglang_pat.rollout.rewards import Response
 from sglang_pat.rollout.rounds import RolloutRound
