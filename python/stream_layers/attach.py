@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat.errors import format_one_line
-from sglang_pat.memory.machine import GIB
+from sglang_pat.memory.plan import GIB
 from sglang_pat.memory.shapes import ModelShape, read_config
 from stream_layers import STREAM_VARIABLE
 from stream_layers.plan import CannotStream, JudgeMemory, order_layers, parse_count

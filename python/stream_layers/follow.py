@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sglang_pat.memory.machine import GIB, read_available_memory
+from sglang_pat.memory.plan import GIB, read_available_memory
 from stream_layers.layers import StreamedLayers
 from stream_layers.residency import STEPS, Residency
 

@@ -25,7 +25,7 @@ from sglang.srt.utils.offloader import BaseOffloader
 from torch import get_device_module
 from torch.utils.hooks import RemovableHandle
 
-from sglang_pat.memory.machine import MIB
+from sglang_pat.memory.plan import MIB
 from stream_layers.plan import FLAG, PLACES, CannotStream
 
 logger = logging.getLogger(__name__)

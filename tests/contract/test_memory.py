@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.memory.machine import GIB, Supply
-from sglang_pat.memory.plan import Demand, compute_default_reserve, get_sglang_chunk_and_batch
+from sglang_pat.memory.plan import GIB, Demand, Supply, compute_default_reserve, get_sglang_chunk_and_batch
 from sglang_pat.memory.shapes import UNGATED, ModelShape, read_config
 from sglang_pat.testing import models
 

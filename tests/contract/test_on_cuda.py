@@ -12,7 +12,7 @@ from profiler import launch
 from sglang_pat import preflight
 from sglang_pat.host.fixes import jit
 from sglang_pat.launch import spec as specs
-from sglang_pat.memory.machine import GIB
+from sglang_pat.memory.plan import GIB
 from sglang_pat.predict import profile as profiles
 
 from .checkpoints import MIXTURES, write_mixture_config

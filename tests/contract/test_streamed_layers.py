@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from sglang_pat.memory.machine import GIB
+from sglang_pat.memory.plan import GIB
 from sglang_pat.memory.shapes import ModelShape, read_config
 from sglang_pat.testing import models
 from stream_layers.plan import FEWEST, PLACES, CannotStream, JudgeMemory, order_layers

@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from sglang_pat.checks import faults
-from sglang_pat.memory.machine import read_available_memory
+from sglang_pat.memory.plan import read_available_memory
 from sglang_pat.predict.profile import Fingerprint
 from sglang_pat.testing import models
 from sglang_pat.testing.prefork import Prefork, run

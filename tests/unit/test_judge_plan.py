@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.memory.machine import GIB
+from sglang_pat.memory.plan import GIB
 from sglang_pat.memory.shapes import ModelShape
 from stream_layers.plan import FEWEST, PLACES, CannotStream, JudgeMemory, order_layers, parse_count, spread_layers
 

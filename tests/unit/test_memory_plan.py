@@ -14,18 +14,21 @@ from hypothesis import strategies as st
 
 from sglang_pat import preflight
 from sglang_pat.layout import ParallelLayout, list_candidate_layouts
-from sglang_pat.memory.advice import find_better_base, format_advice
-from sglang_pat.memory.machine import GIB, Supply, measure_gpu_memory
 from sglang_pat.memory.plan import (
     CPU_TOKENS,
+    GIB,
     MIN_TOKENS,
     TOKEN_STEP,
     Demand,
     DoesNotFit,
+    Supply,
     compute_max_tokens,
     count_needed_bytes,
+    find_better_base,
+    format_advice,
     make_default_demand,
     make_plan,
+    measure_gpu_memory,
 )  # fmt: skip
 from sglang_pat.memory.shapes import Mixture, ModelShape, read_config
 from sglang_pat.predict.profile import save

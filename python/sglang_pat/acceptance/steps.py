@@ -31,8 +31,7 @@ from sglang_pat.acceptance.experts import experts
 from sglang_pat.acceptance.judge import judge
 from sglang_pat.acceptance.linears import views
 from sglang_pat.acceptance.results import Result
-from sglang_pat.memory.machine import GIB
-from sglang_pat.memory.plan import MemoryPlan
+from sglang_pat.memory.plan import GIB, MemoryPlan
 from sglang_pat.testing.prefork import run
 
 COPY_SHARE = 0.8

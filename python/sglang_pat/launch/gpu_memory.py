@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from sglang_pat.memory.machine import Supply
+from sglang_pat.memory.plan import Supply
 
 logger = logging.getLogger(__name__)
 

@@ -38,9 +38,7 @@ from sglang_pat.launch.refusals import (
     refuse_routed_experts,
 )
 from sglang_pat.layout import ParallelLayout, choose_default_degrees, list_candidate_layouts
-from sglang_pat.memory.advice import format_advice
-from sglang_pat.memory.machine import Supply, measure_cpu_memory
-from sglang_pat.memory.plan import Demand, MemoryPlan, make_plan
+from sglang_pat.memory.plan import Demand, MemoryPlan, Supply, format_advice, make_plan, measure_cpu_memory
 from sglang_pat.memory.shapes import ModelShape
 from sglang_pat.policies import registry
 from sglang_pat.predict import profile as profiles
