@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from sglang_pat.acceptance import kernels
 from sglang_pat.acceptance.bench import Bench
-from sglang_pat.acceptance.linears import capture_graph
 from sglang_pat.acceptance.results import Result
 from sglang_pat.cpu import shim
 from sglang_pat.memory.shapes import ModelShape
@@ -98,7 +97,7 @@ def measure(
             out = torch.empty_like(x)
             step = partial(lambda layers, x, out: out.copy_(run_layers(layers, x)), layers, x, out)
             if device == "cuda":
-                step = capture_graph(step)
+                step = kernels.capture_graph(step)
             (seconds,) = kernels.time_calls(device, step, repeats=repeats)
             steps[count][streamed] = {"seconds": seconds, "equal": torch.equal(out, wanted[count])}
     layer = HostLayer(resident[0])
