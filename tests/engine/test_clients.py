@@ -16,7 +16,7 @@ from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 
 from .streams import hold
-from .weight_updates import A, B, C, Trainer, flattened, layout, serialized, succeeded
+from .weight_updates import A, B, C, Trainer, check_success, flatten, read_degree, serialize
 
 LIMIT = 120
 """Tokens of a response."""
@@ -62,7 +62,7 @@ def rollout(server: Server, options: dict[str, Any], said: int, **fields: Any) -
     answers = asyncio.run(in_the_tail(server, [asked(prompt, options, **fields) for prompt in PROMPTS], lambda: None))
     assert [tokens(answer) for answer in answers] == [[said] * LIMIT] * len(PROMPTS)
     assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} == {"length"}
-    assert layout(server) == 2
+    assert read_degree(server) == 2
 
 
 def test_slime_with_partial_rollout(two):
@@ -120,13 +120,13 @@ def test_slime_and_nemo_rl_on_the_trainers_gpus(two, framework):
             for tags in (kv, ["weights"]):
                 ok(server.get("/flush_cache"))
                 ok(server.post("/release_memory_occupation", {"tags": tags}))
-        assert layout(server) == 1
+        assert read_degree(server) == 1
         ok(server.post("/resume_memory_occupation", {"tags": ["weights"]}))
         named = list(models.make_marker_state_dict(new).items())
         for part in (named[:7], named[7:]):
-            body = {"serialized_named_tensors": [serialized(flattened(part))] * 2, "load_format": "flattened_bucket"}
+            body = {"serialized_named_tensors": [serialize(flatten(part))] * 2, "load_format": "flattened_bucket"}
             body |= {"flush_cache": False, "weight_version": version}
-            succeeded(server.post("/update_weights_from_tensor", body))
+            check_success(server.post("/update_weights_from_tensor", body))
         ok(server.get("/flush_cache"))
         ok(server.post("/resume_memory_occupation", {"tags": kv}))
         assert ok(server.get("/model_info")).json()["weight_version"] == version
@@ -142,7 +142,7 @@ def test_areal(two, marker):
     def interrupt(token: int, disk: bool) -> None:
         ok(server.post("/pause_generation", {"mode": "retract"}))
         if disk:
-            succeeded(
+            check_success(
                 server.post("/update_weights_from_disk", {"model_path": str(marker(token)), "abort_all_requests": True})
             )
         else:
@@ -155,7 +155,7 @@ def test_areal(two, marker):
         assert {part["meta_info"]["finish_reason"]["type"] for part in parts} == {"abort"}
         # What was retracted is answered with the tokens that the server had been sent, every 50; as in stock SGLang.
         assert all(len(tokens(part)) < LIMIT and set(tokens(part)) <= {old} for part in parts)
-        assert layout(server) == 1
+        assert read_degree(server) == 1
         rest = [
             asked([*prompt, *tokens(part)], AREAL | {"max_new_tokens": LIMIT - len(tokens(part))}, stream=False)
             for prompt, part in zip(PROMPTS, parts, strict=True)
