@@ -73,7 +73,7 @@ WRONG = {
 REFUSED = "weight update refused, no tensor of this request was written; send the whole update again"
 
 
-def refused(response: Any, said: str) -> None:
+def check_refused(response: Any, said: str) -> None:
     assert response.status_code == 400, response.text
     message = response.json()["message"]
     assert message.startswith(f"{REFUSED}: ") and said in message
@@ -87,7 +87,7 @@ def test_update_that_does_not_fit_is_refused_as_a_whole(two, what):
     named = list(wrong(models.make_marker_state_dict(B), what).items())
     for tensors, more in ((named, {}), (flatten(named), {"load_format": "flattened_bucket"})):
         body = {"serialized_named_tensors": [serialize(tensors)] * two.ranks} | more
-        refused(server.post("/update_weights_from_tensor", body), WRONG[what])
+        check_refused(server.post("/update_weights_from_tensor", body), WRONG[what])
     check_all_layouts(server, A)
 
 
@@ -105,7 +105,7 @@ def test_what_came_before_a_request_that_is_refused_stays(two):
     check_success(send(first))
     half = say(server)
     assert not {A, B} & set.union(*half)
-    refused(send(second), WRONG["name"])
+    check_refused(send(second), WRONG["name"])
     assert say(server) == half, "none of the second request was written"
     check_success(update_from_tensor(server, B, two.ranks))
     check_all_layouts(server, B)
@@ -121,7 +121,7 @@ def test_update_that_one_rank_cannot_take_is_refused_by_all(two):
         ([serialize(right)], "1 items for 2 ranks, must be one for each"),
         ([serialize(right), "bm9ib2R5"], "UnpicklingError"),
     ):
-        refused(server.post("/update_weights_from_tensor", {"serialized_named_tensors": items}), said)
+        check_refused(server.post("/update_weights_from_tensor", {"serialized_named_tensors": items}), said)
         assert say(server) == [{A}] * 4
     check_all_layouts(server, A)
     check_success(update_from_tensor(server, C, two.ranks))
@@ -134,7 +134,7 @@ def test_broadcast_that_does_not_fit_is_received_and_refused(two):
     trainer = Trainer(server, two.ranks)
     try:
         for what, said in WRONG.items():
-            refused(trainer.broadcast(wrong(models.make_marker_state_dict(B), what)), said)
+            check_refused(trainer.broadcast(wrong(models.make_marker_state_dict(B), what)), said)
         check_all_layouts(server, A)
         trainer.send(C)
         check_all_layouts(server, C)
@@ -159,7 +159,7 @@ def test_trainer_that_dies_in_an_update_leaves_the_old_weights(two):
         trainer.wait(200)
         post.join(200)
         assert answers, "the engine waits for ever"
-        refused(answers[0], "Failed to update parameter online")
+        check_refused(answers[0], "Failed to update parameter online")
         check_success(server.post("/destroy_weights_update_group", {"group_name": GROUP}))
         check_all_layouts(server, A)
         other = Trainer(server, two.ranks)

@@ -14,8 +14,8 @@ from .code_names import (
     ROOT,
     is_member,
     list_files,
+    list_names_of_sglang,
     list_objects,
-    list_of_sglang,
     make_module_name,
     read_modules,
     resolves,
@@ -55,7 +55,7 @@ def list_last_names() -> frozenset[str]:
     """The last part of each name that the packages define, and of SGLang's in the contract."""
     packages = ("sglang_pat", "reward_sandbox", "stream_layers", "profiler")
     ours = (name for name in list_objects() if name.startswith(packages))
-    return frozenset(name.rpartition(".")[2] for name in ours) | list_of_sglang()
+    return frozenset(name.rpartition(".")[2] for name in ours) | list_names_of_sglang()
 
 
 def is_path(text: str) -> bool:
