@@ -23,8 +23,6 @@ KV_MODES = ("auto", "migrate", "recompute")
 GPU_ORDERS = ("rank", "neighbours")
 VARIABLE = "SGLANG_PAT"
 """With it set, whatever launches SGLang in a process gets the adaptive engine: ``base_tp=1,policy=survival,…``."""
-STREAM_VARIABLE = "SGLANG_PAT_STREAM_LAYERS"
-"""With it set, an engine is a plain one that streams layers from host memory: their number, or ``auto``."""
 MOST_STEPS = 1000
 """Of a turn of the calibration."""
 

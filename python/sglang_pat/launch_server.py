@@ -17,9 +17,9 @@ import signal
 import sys
 import warnings
 
-from sglang_pat.config import STREAM_VARIABLE
 from sglang_pat.cpu import shim
 from sglang_pat.launch import processes
+from stream_layers import STREAM_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +110,8 @@ def launch(argv: list[str]) -> None:
 
 def _serve_streaming(argv: list[str]) -> None:
     """As plainly, with layers in host memory.  Exits with one line for arguments that cannot be, SGLang's included."""
-    from sglang_pat.judge.plan import CannotStream
-    from sglang_pat.judge.refusals import take_flag
+    from stream_layers.plan import CannotStream
+    from stream_layers.refusals import take_flag
 
     try:
         rest = take_flag(argv)

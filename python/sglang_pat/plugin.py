@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import sys
 
-from sglang_pat.config import STREAM_VARIABLE, VARIABLE
+from sglang_pat.config import VARIABLE
+from stream_layers import STREAM_VARIABLE
 
 
 def plugin() -> None:
     """:func:`sglang_pat.server.attach.attach` with the settings of ``SGLANG_PAT``; for a judge that streams layers
-    :func:`sglang_pat.judge.attach.attach`.
+    :func:`stream_layers.attach.attach`.
 
     It fails closed: SGLang logs an exception of a plug-in and goes on without it, so an error here ends the process.
     """
@@ -23,7 +24,7 @@ def plugin() -> None:
 
     try:
         if STREAM_VARIABLE in os.environ:
-            from sglang_pat.judge import attach as judge
+            from stream_layers import attach as judge
 
             judge.attach()
             return

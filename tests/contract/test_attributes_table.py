@@ -58,7 +58,7 @@ def member(steps: int = 100, counter: int = 1, running=("a",), waiting=("b", "c"
     return made
 
 
-def gathered(monkeypatch, *members: SimpleNamespace) -> None:
+def check_gathered(monkeypatch, *members: SimpleNamespace) -> None:
     """The check of the first of ``members``, which hears what all hold."""
 
     def gather(held: list, mine: dict, group: None) -> None:
@@ -71,7 +71,7 @@ def gathered(monkeypatch, *members: SimpleNamespace) -> None:
 
 def test_ranks_that_agree_go_on(monkeypatch):
     monkeypatch.setenv(check.CHECK_AGREEMENT_ENV, "1")
-    gathered(monkeypatch, member(), member())
+    check_gathered(monkeypatch, member(), member())
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_ranks_that_agree_go_on(monkeypatch):
 def test_ranks_that_differ_are_told_by_name(monkeypatch, other, named):
     monkeypatch.setenv(check.CHECK_AGREEMENT_ENV, "1")
     with pytest.raises(RuntimeError, match=f"ranks of a TP group do not agree on {named}"):
-        gathered(monkeypatch, member(), member(**other))
+        check_gathered(monkeypatch, member(), member(**other))
     with pytest.raises(RuntimeError, match=f"do not agree on {named.partition(':')[0]}: "):
-        gathered(monkeypatch, member(**other), member())
+        check_gathered(monkeypatch, member(**other), member())
 
 
 def test_nothing_is_gathered_outside_test_builds_and_in_a_group_of_one(monkeypatch):

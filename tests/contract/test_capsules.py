@@ -71,7 +71,7 @@ def stream_output(req: Req) -> list[tuple]:
     return [(name, repr(getattr(output, name))) for output in sent for name in names]
 
 
-def moved(req: Req) -> Req:
+def move_request(req: Req) -> Req:
     """``req`` after a switch to other ranks."""
     options = {"top_logprobs_num": req.top_logprobs_num, "token_ids_logprob": req.token_ids_logprob}
     other = request(stream=req.stream, **options)
@@ -89,7 +89,7 @@ def test_a_client_gets_the_same_logprobs_whatever_switches_there_are(stream, eve
     stays, goes = request(**options), request(**options)
     for step in range(171):
         if step % every == 0:
-            goes = moved(goes)
+            goes = move_request(goes)
         for req in (stays, goes):
             prefill(req) if step == 0 else decode(req, 1)
             req.finished_reason = FINISH_LENGTH(171) if step == 170 else None
@@ -102,7 +102,7 @@ def opcodes(capsule: requests.Capsule) -> int:
     return sum(1 for _ in pickletools.genops(pickle.dumps(capsule, pickle.HIGHEST_PROTOCOL)))
 
 
-def work_of_a_switch(tokens: int) -> tuple[int, int, int, int]:
+def count_work(tokens: int) -> tuple[int, int, int, int]:
     """Lines of :func:`requests.serialize_request` and :func:`requests.rebuild_request`, steps of reading the
     capsule, tokens with
     logprobs in it: of a request with so many tokens that is on its way."""
@@ -124,7 +124,7 @@ def work_of_a_switch(tokens: int) -> tuple[int, int, int, int]:
 
 def test_a_request_costs_a_pause_the_same_with_any_number_of_tokens():
     """Not of its prompt or of its response, whose logprobs the client has already."""
-    few, many = work_of_a_switch(110), work_of_a_switch(4010)
+    few, many = count_work(110), count_work(4010)
     assert few == many and few[-1] == 10
 
 

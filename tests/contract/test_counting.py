@@ -15,7 +15,7 @@ from sglang_pat.config import AdaptiveConfig
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import ScheduleEntry, ScheduleState
 
-from .requests_made import tokenized
+from .requests_made import tokenize
 
 pytestmark = pytest.mark.contract
 
@@ -89,7 +89,7 @@ def test_siblings_of_long_prompts_are_known_before_a_rank_has_them():
 
     ids = list(range(LONG_PROMPT))
     for tail in ([], [5, 6, 7]):
-        given = tokenized(rid="r")
+        given = tokenize(rid="r")
         given.input_ids = ids + tail
         given.sampling_params = SamplingParams(custom_params={"pat_generated": len(tail)} if tail else None)
         (work,) = classify(given)
@@ -104,14 +104,17 @@ def test_siblings_of_long_prompts_are_known_before_a_rank_has_them():
 def test_health_probes_do_not_count_in_a_schedule():
     from sglang_pat.coordinator.process import classify
 
-    assert [work.counts for rid in ("r", "HEALTH_CHECK_17") for work in classify(tokenized(rid=rid))] == [True, False]
+    assert [work.counts for rid in ("r", "HEALTH_CHECK_17") for work in classify(tokenize(rid=rid))] == [
+        True,
+        False,
+    ]
 
 
 def test_the_prompt_of_several_responses_has_no_tokens_to_come():
     """SGLang sends it before them: it is none of the samples of a round."""
     from sglang_pat.coordinator.process import classify
 
-    given = tokenized(rid="r")
+    given = tokenize(rid="r")
     for tokens in (0, 7):
         given.sampling_params = SamplingParams(max_new_tokens=tokens)
         assert classify(given)[0].limit == tokens

@@ -160,17 +160,16 @@ def check_acceptance() -> None:
     from sglang_pat.acceptance import experts as step
     from sglang_pat.host import experts, experts_triton
 
-    step.ROUTINGS = 1  # a time means nothing here
+    step.ROUTINGS = 1
     layer = step.Layer(experts=4, rows=96, hidden=32, top_k=2)
     blocks = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 1}
     with override_config(blocks):
-        found = step.compare(layer, (3,), "cpu", torch.bfloat16, repeats=1)
+        found = step.compare(layer, (3,), "cpu", torch.bfloat16)
         experts.multiply_gate_up = experts_triton.multiply_gate_up = lambda x, gate, up, out, *_, config: out.zero_()
-        wrong = step.compare(layer, (3,), "cpu", torch.bfloat16, repeats=1)
+        wrong = step.compare(layer, (3,), "cpu", torch.bfloat16)
     assert (found.verdict, wrong.verdict) == ("passed", "failed")
-    assert found.line.startswith("3 of 3 equal; ") and wrong.line.startswith("0 of 3 equal; ")
+    assert (found.line, wrong.line) == ("3 of 3 equal", "0 of 3 equal")
     assert [row[:3] for row in found.rows[1:]] == [[str(tp), "3", "yes"] for tp in (2, 4, 8)]
-    assert all(seconds > 0 for row in found.figures["rows"] for seconds in row["seconds"].values())
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -242,7 +241,7 @@ def test_the_step_of_the_acceptance_runs_on_a_gpu_only(device, model, monkeypatc
     from sglang_pat.acceptance.bench import Bench
     from sglang_pat.acceptance.results import Result
 
-    def compare(layer, batches, device, dtype, repeats) -> Result:
+    def compare(layer, batches, device, dtype) -> Result:
         assert server_args.get_global_server_args().enable_deterministic_inference is False
         assert (layer, device, dtype) == (experts.QWEN3_30B_A3B, "cuda", torch.bfloat16)
         return Result(verdict="passed", line="")

@@ -64,7 +64,7 @@ def request(number: int, sampling: dict) -> Req:
     return req
 
 
-def launched(count: int, sampling: dict, monkeypatch) -> Counter[str]:
+def count_launches(count: int, sampling: dict, monkeypatch) -> Counter[str]:
     for module in (install, batches, kv, penalties):
         monkeypatch.setattr(module, "upload", upload)
     args = SimpleNamespace(
@@ -109,7 +109,7 @@ SAMPLING = {
 
 @pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
 def test_adopting_launches_as_much_for_many_requests_as_for_few(sampling, monkeypatch):
-    few, many = (launched(count, sampling, monkeypatch) for count in (4, 64))
+    few, many = (count_launches(count, sampling, monkeypatch) for count in (4, 64))
     assert {name: (few[name], many[name]) for name in few | many if few[name] != many[name]} == {}
     assert 0 < many.total() <= 60
 

@@ -11,7 +11,7 @@ from sglang_pat.rank.shards import Block, ShardSpec
 from sglang_pat.testing import models
 from sglang_pat.testing.models import ARCHITECTURES
 
-from .checkpoints import MIXTURES, Checkpoint, made_by_transformers
+from .checkpoints import MIXTURES, Checkpoint, make_by_transformers
 
 pytestmark = pytest.mark.contract
 
@@ -79,22 +79,22 @@ def layouts(base_tp: int) -> list[ParallelLayout]:
 
 @pytest.mark.parametrize("base_tp", [1, 2])
 def test_views_are_what_the_loader_loads(checkpoint, base_tp):
-    views_are_loaded(checkpoint, base_tp)
+    check_views(checkpoint, base_tp)
 
 
 @pytest.mark.parametrize("kind", ["opt", "gpt_bigcode", "gptj"])
 def test_views_of_models_whose_sizes_have_other_names(kind, tmp_path):
     from sglang_pat.host.fixes.weight_updates import ExpectedWeights
 
-    checkpoint = made_by_transformers(kind, tmp_path)
-    views_are_loaded(checkpoint, 1)
+    checkpoint = make_by_transformers(kind, tmp_path)
+    check_views(checkpoint, 1)
     shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
     assert ExpectedWeights(checkpoint.empty(BASE, 0)).find_problem(shapes.items()) is None, (
         "an update has the checkpoint's"
     )
 
 
-def views_are_loaded(checkpoint: Checkpoint, base_tp: int) -> None:
+def check_views(checkpoint: Checkpoint, base_tp: int) -> None:
     from sglang_pat.rank.shard_check import check_heads, check_shards
     from sglang_pat.rank.weights import Views
 
@@ -263,7 +263,7 @@ def test_attention_that_is_not_cut_is_found(tmp_path):
     from sglang_pat.rank.shard_check import check_heads
     from sglang_pat.rank.shards import ShardError
 
-    gpt2 = made_by_transformers("gpt2", tmp_path)
+    gpt2 = make_by_transformers("gpt2", tmp_path)
     check_heads(gpt2.rank.make_model(1, 0), 1, 8)
     with pytest.raises(
         ShardError, match=r"transformer\.h\.0\.attn\.attn at tp=2: .* 8 KV heads .* must be 4: this model"

@@ -23,7 +23,7 @@ from .checkpoints import Checkpoint
 pytestmark = pytest.mark.contract
 
 
-def warmed(world_size: int, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+def record_reductions(world_size: int, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
     """What a rank with one group of so many ranks reduces at start."""
     reduced: list[torch.Tensor] = []
     pool = GroupPool.__new__(GroupPool)
@@ -48,7 +48,7 @@ def test_both_kernels_of_custom_all_reduce_and_nccl(monkeypatch, blackwell, worl
     reduce.max_pull_size, reduce.max_push_size = 16 << 20, mode.one_shot_push_threshold
     reduce.max_size = max(reduce.max_pull_size, reduce.max_push_size)
     reduce.override_shot(None)
-    tensors = warmed(world_size, "meta", dtype)
+    tensors = record_reductions(world_size, "meta", dtype)
     assert {tensor.dtype for tensor in tensors} == {dtype}
     ways = {reduce._determine_algo(t).is_push() if reduce.should_custom_ar(t) else "NCCL" for t in tensors}
     assert ways == {True, False, "NCCL"}
@@ -74,7 +74,7 @@ def test_the_sum_over_experts_of_few_tokens(monkeypatch, tmp_path, chosen, compi
 
 
 def test_on_a_cpu_little_is_reduced():
-    assert [tensor.nbytes for tensor in warmed(2, "cpu", torch.bfloat16)] == [4096]
+    assert [tensor.nbytes for tensor in record_reductions(2, "cpu", torch.bfloat16)] == [4096]
 
 
 def test_memory_is_taken_for_kv_that_moves():

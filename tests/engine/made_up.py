@@ -33,7 +33,7 @@ def read_fingerprint(model: str) -> Fingerprint:
     return make_fingerprint(args, args.read_config(), kv_tokens=4096, max_running=8)
 
 
-def made_up(deployment: Fingerprint, tp2_with_16: float = 0.048) -> Profile:
+def make_profile(deployment: Fingerprint, tp2_with_16: float = 0.048) -> Profile:
     """So that policies act: tp1 is faster for many requests, tp2 for few; a switch costs 10 ms.
 
     ``tp2_with_16``: seconds of a step of 16 requests in tp2; in tp1 it takes 0.024.

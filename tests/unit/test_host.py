@@ -18,7 +18,7 @@ pytestmark = pytest.mark.unit
 
 PACKAGE = Path(__file__).resolve().parents[2] / "python/sglang_pat"
 
-NOT_YET = {"acceptance", "judge", "testing"}
+NOT_YET = {"acceptance", "testing"}
 """Folders and files of the package that import SGLang and are to call operations of ``host/`` instead."""
 
 CLEAN = ("switch", "rank", "checks")

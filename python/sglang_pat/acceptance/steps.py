@@ -29,10 +29,8 @@ from sglang_pat.acceptance.answers import (
 from sglang_pat.acceptance.bench import Bench
 from sglang_pat.acceptance.experts import experts
 from sglang_pat.acceptance.judge import judge
-from sglang_pat.acceptance.linears import views
 from sglang_pat.acceptance.results import Result
-from sglang_pat.memory.machine import GIB
-from sglang_pat.memory.plan import MemoryPlan
+from sglang_pat.memory.plan import GIB, MemoryPlan
 from sglang_pat.testing.prefork import run
 
 COPY_SHARE = 0.8
@@ -229,7 +227,6 @@ def adaptive(bench: Bench) -> Result:
 STEPS: tuple[Callable[[Bench], Result], ...] = (
     check_machine,
     move_kv,
-    views,
     experts,
     judge,
     start,

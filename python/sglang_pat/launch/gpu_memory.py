@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from sglang_pat.memory.machine import Supply, measure_cpu_memory
+from sglang_pat.memory.plan import Supply, measure_cpu_memory
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,3 @@ def _measure_gpu(gpu: int) -> Supply:
         logger.warning("cannot read how much memory GPU %d has free, taken as empty: %s", gpu, error)
         used = 0
     return Supply(kind="cuda", free=max(0, total - used), total=total)
-
-
-def measure_own_gpu() -> int:
-    """Bytes that a rank can take of its GPU, where it has a context: what is free, and what torch keeps for it."""
-    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

@@ -7,10 +7,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang_pat.config import STREAM_VARIABLE
-from sglang_pat.judge.plan import AUTO, FEWEST, FLAG, CannotStream, parse_count
 from sglang_pat.launch.refusals import EXPERTS
 from sglang_pat.memory.shapes import read_config
+from stream_layers import STREAM_VARIABLE
+from stream_layers.plan import AUTO, FEWEST, FLAG, CannotStream, parse_count
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs

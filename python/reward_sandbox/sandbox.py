@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from sglang_pat.rewards.fusion import SandboxFusion
-from sglang_pat.rewards.local import NOBODY, Bubblewrap, Unprotected
-from sglang_pat.rewards.runs import Resources, SandboxError
+from reward_sandbox.fusion import SandboxFusion
+from reward_sandbox.local import NOBODY, Bubblewrap, Unprotected
+from reward_sandbox.runs import Resources, SandboxError
 
 KINDS = ("bubblewrap", "none")
 _INSTEAD = (

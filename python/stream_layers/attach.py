@@ -1,7 +1,7 @@
 """Plain engines that stream layers, wherever somebody launches SGLang: ``--stream-layers``, verl's reward models.
 
 Every process of an engine loads SGLang's plug-ins, and ours (:mod:`sglang_pat.plugin`) reads the variable
-:data:`~sglang_pat.config.STREAM_VARIABLE`.
+:data:`~stream_layers.STREAM_VARIABLE`.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from sglang_pat.config import STREAM_VARIABLE
 from sglang_pat.errors import format_one_line
-from sglang_pat.judge.plan import CannotStream, JudgeMemory, order_layers, parse_count
-from sglang_pat.judge.refusals import refuse_arguments
-from sglang_pat.memory.machine import GIB
+from sglang_pat.memory.plan import GIB
 from sglang_pat.memory.shapes import ModelShape, read_config
+from stream_layers import STREAM_VARIABLE
+from stream_layers.plan import CannotStream, JudgeMemory, order_layers, parse_count
+from stream_layers.refusals import refuse_arguments
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.offloader import BaseOffloader
 
-    from sglang_pat.judge.follow import Follower
-    from sglang_pat.judge.layers import StreamedLayers
+    from stream_layers.follow import Follower
+    from stream_layers.layers import StreamedLayers
 
 logger = logging.getLogger(__name__)
 _attached = False
 
 
 def attach() -> None:
-    """Have the engines of this process stream layers, as :data:`~sglang_pat.config.STREAM_VARIABLE` says.  Idempotent.
+    """Have the engines of this process stream layers, as :data:`~stream_layers.STREAM_VARIABLE` says.  Idempotent.
 
     Raises:
         SGLangMismatch: another SGLang.
@@ -95,7 +95,7 @@ def make_offloader(args: ServerArgs, dp_rank: int | None) -> BaseOffloader:
 
     Where memory does not suffice the engine ends, with one line.
     """
-    from sglang_pat.judge.layers import StreamedLayers
+    from stream_layers.layers import StreamedLayers
 
     layers = args.get_model_config().num_hidden_layers
     count = parse_count(os.environ[STREAM_VARIABLE], STREAM_VARIABLE)
@@ -161,7 +161,7 @@ def _with_memory_followed(choose: Callable) -> Callable:
 
 def make_follower(scheduler: Scheduler) -> Follower | None:
     """None where the number of layers is given, or where another owns the memory of weights or the turns of ranks."""
-    from sglang_pat.judge.follow import Follower
+    from stream_layers.follow import Follower
 
     streamed, args = _get_streamed_layers(), scheduler.server_args
     given = parse_count(os.environ[STREAM_VARIABLE], STREAM_VARIABLE) is not None
@@ -185,7 +185,7 @@ def _get_streamed_layers() -> StreamedLayers | None:
     """Those of this rank's model; None in a process without one."""
     from sglang.srt.utils.offloader import get_offloader
 
-    from sglang_pat.judge.layers import StreamedLayers
+    from stream_layers.layers import StreamedLayers
 
     found = get_offloader()
     return found if isinstance(found, StreamedLayers) else None

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_pat.errors import format_one_line
-from sglang_pat.rewards.runs import Resources, Run, SandboxError
+from reward_sandbox.errors import format_one_line
+from reward_sandbox.runs import Resources, Run, SandboxError
 
 WAIT_SECONDS = 10.0
 """What a request may take besides the program, as verl's client has it."""
@@ -45,7 +45,7 @@ class FusionSession:
         self.service, self.program = service, program
 
     def run(self, stdin: str, limit: float, maximum: float) -> Run:
-        """See :class:`sglang_pat.rewards.runs.Session`; a call that fails is tried again.
+        """See :class:`reward_sandbox.runs.Session`; a call that fails is tried again.
 
         Raises:
             SandboxError: it fails three times.

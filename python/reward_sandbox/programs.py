@@ -25,8 +25,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sglang_pat.rewards.limits import CaseRun
-from sglang_pat.rewards.runs import Run, Sandbox, SandboxError
+from reward_sandbox.limits import CaseRun
+from reward_sandbox.runs import Run, Sandbox, SandboxError
 
 PATIENCE = 10
 """Times the maximum: wall seconds of a second run."""
@@ -143,7 +143,7 @@ def score_response(
         time_limits: seconds of each case, in their order.
         all_or_nothing: 1 if all cases are right, else 0, and the first that is not ends it; false: the share of the
             first :data:`SHARED_CASES` that are right.
-        maximum: wall seconds of a case; that of the rules (:class:`~sglang_pat.rewards.limits.LimitRules`).
+        maximum: wall seconds of a case; that of the rules (:class:`~reward_sandbox.limits.LimitRules`).
 
     Raises:
         ValueError: these are no test cases; one line.

@@ -51,7 +51,7 @@ class CaseRun(NamedTuple):
     outcome: str
     """``right``, ``cut``, or why it was not right."""
     seconds: float
-    """What the program took, by the clock of the limits (:mod:`sglang_pat.rewards.sandbox`)."""
+    """What the program took, by the clock of the limits (:mod:`reward_sandbox.sandbox`)."""
     limit: float
     """Seconds it had."""
     rerun: bool = False

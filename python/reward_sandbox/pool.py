@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from sglang_pat.errors import format_one_line
-from sglang_pat.rewards import guard, program_runner
+from reward_sandbox import guard, program_runner
+from reward_sandbox.errors import format_one_line
 
 STARTS = ("fork", "spawn")
 """How a process starts.  ``fork``: at once, with any function.  ``spawn``: clean, for a function that uses CUDA or the

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang_pat.judge.plan import PLACES, count_saved
+from stream_layers.plan import PLACES, count_saved
 
 STEPS = 64
 """So many of the latest steps are looked at."""

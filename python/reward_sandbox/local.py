@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.rewards import program_runner, seccomp
-from sglang_pat.rewards.runs import Resources, Run, SandboxError
+from reward_sandbox import program_runner, seccomp
+from reward_sandbox.runs import Resources, Run, SandboxError
 
 NOBODY = 65534
 """User and group of a program.  Without a user of its own, a limit on processes does not hold for root."""
@@ -72,7 +72,7 @@ class LocalSession:
         return said.splitlines()[-1] if said else f"no answer, ended with {self.process.returncode}"
 
     def run(self, stdin: str, limit: float, maximum: float) -> Run:
-        """See :class:`sglang_pat.rewards.runs.Session`."""
+        """See :class:`reward_sandbox.runs.Session`."""
         start = time.monotonic()
         case = {"stdin": stdin, "limit": limit, "maximum": maximum, "output": self.resources.output}
         found = self._ask(case, maximum + GRACE_SECONDS)

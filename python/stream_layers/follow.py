@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from sglang_pat.judge.layers import StreamedLayers
-from sglang_pat.judge.residency import STEPS, Residency
-from sglang_pat.launch.gpu_memory import measure_own_gpu
-from sglang_pat.memory.machine import GIB, read_available_memory
+from sglang_pat.memory.plan import GIB, read_available_memory
+from stream_layers.layers import StreamedLayers
+from stream_layers.residency import STEPS, Residency
 
 logger = logging.getLogger(__name__)
 
@@ -96,4 +95,9 @@ class Follower:
         graphs.capture()
 
     def _measure(self) -> int:
-        return measure_own_gpu() if self._runner.device == "cuda" else read_available_memory()
+        return _measure_own_gpu() if self._runner.device == "cuda" else read_available_memory()
+
+
+def _measure_own_gpu() -> int:
+    """Bytes that a rank can take of its GPU, where it has a context: what is free, and what torch keeps for it."""
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
