@@ -36,7 +36,7 @@ CHANNEL_BYTES = 132 << 10
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_num_primary_experts")
 MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
-"""Mixtures whose experts are cut by their width (``rank/experts.py``)."""
+"""Mixtures whose experts are cut by their width (``host/experts.py``)."""
 NUMBERED = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 """Those of them whose layers tell SGLang their number, so that it can say which experts a token was routed to."""
 RECURRENT = ("mamba_d_state", "mamba_d_ssm", "ssm_state_size", "ssm_cfg", "state_size", "linear_num_key_heads")
