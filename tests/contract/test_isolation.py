@@ -163,6 +163,7 @@ def test_the_server_drops_what_it_cannot_handle(monkeypatch):
     def made(self, server_args, port_args) -> None:
         self.server_args, self.pat_dropped = server_args, Dropped()
         self._result_dispatcher = TypeBasedDispatcher([])
+        self.signal_handler_class = self.is_pause_cond = self.model_update_lock = None
 
     monkeypatch.setattr(TokenizerManager, "__init__", made)
     args = SimpleNamespace(

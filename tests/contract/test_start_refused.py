@@ -195,6 +195,7 @@ def init(self, *_):
     context = zmq.asyncio.Context(2)
     self.recv_from_detokenizer = context.socket(zmq.PULL)
     self.again = self._result_dispatcher = self.pat_dropped = self
+    self.is_pause_cond = self.model_update_lock = None
 
 request_lifetime.TokenizerManager.__init__ = init
 path.IsolatingDispatcher = lambda *_: 1 / 0

@@ -16,6 +16,7 @@ from sglang.srt.entrypoints import engine
 from sglang.srt.server_args import PortArgs, ServerArgs
 
 from sglang_pat.host.arguments import AdaptiveServerArgs
+from sglang_pat.host.assign import assign
 from sglang_pat.host.engine import LaunchedEngine, make_private_ports
 
 _AS_GIVEN, _FILLED_IN = "_pat_as_given", "_pat_filled_in"
@@ -54,15 +55,15 @@ def patch_launcher(
                 add_routes(http_server.app)
         check(args)
 
-    ServerArgs.__post_init__ = functools.wraps(fill_in)(remember)
-    ServerArgs.check_server_args = functools.wraps(check)(become_adaptive)
-    PortArgs.init_new = staticmethod(_choose_by_arguments(PortArgs.init_new, make_private_ports))
-    engine.TokenizerManager = _choose_by_arguments(engine.TokenizerManager, manager)
+    wrappers = {"__post_init__": functools.wraps(fill_in)(remember)}
+    assign(ServerArgs, check_server_args=functools.wraps(check)(become_adaptive), **wrappers)
+    assign(PortArgs, init_new=staticmethod(_choose_by_arguments(PortArgs.init_new, make_private_ports)))
+    assign(engine, TokenizerManager=_choose_by_arguments(engine.TokenizerManager, manager))
     stock = engine.Engine
-    stock.shutdown = _choose_by_arguments(stock.shutdown, ours.shutdown)
+    assign(stock, shutdown=_choose_by_arguments(stock.shutdown, ours.shutdown))
     for name in ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses"):
         either = _choose_by_arguments(getattr(stock, name).__func__, functools.partial(_call_ours, ours, name))
-        setattr(stock, name, classmethod(either))
+        assign(stock, **{name: classmethod(either)})
 
 
 def _call_ours(ours: type[LaunchedEngine], name: str, stock: type, *args: Any, **named: Any) -> Any:

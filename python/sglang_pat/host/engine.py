@@ -21,6 +21,7 @@ from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
 from sglang_pat.figures import job_log, start_line
 from sglang_pat.host.arguments import AdaptiveServerArgs, prepare_start
+from sglang_pat.host.assign import assign
 from sglang_pat.host.shutdown import end_if_a_child_fails, make_watchdog
 from sglang_pat.launch import processes
 from sglang_pat.launch.processes import make_engine_folder, start
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Whoever launches, verl among them: not all of them keep the watchdog that SGLang makes.
-stock.SubprocessWatchdog = make_watchdog
+assign(stock, SubprocessWatchdog=make_watchdog)
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def serve(server_args: AdaptiveServerArgs, engine: type[LaunchedEngine], add_rou
     _warn_if_open(server_args)
     add_routes(http_server.app)
     # SGLang's launcher takes `Engine` from its module; ours starts the ranks differently.
-    http_server.Engine = engine
+    assign(http_server, Engine=engine)
     try:
         http_server.launch_server(
             server_args,

@@ -7,6 +7,7 @@ from typing import Any
 from sglang.srt import server_args
 
 from sglang_pat.errors import format_one_line
+from sglang_pat.host.assign import assign
 
 
 def refuse_in_one_line(refusal: type[ValueError]) -> None:
@@ -19,4 +20,4 @@ def refuse_in_one_line(refusal: type[ValueError]) -> None:
         except Exception as error:
             raise refusal(format_one_line(error)) from error
 
-    server_args.prepare_server_args = prepare_or_refuse  # the launcher takes it from its module
+    assign(server_args, prepare_server_args=prepare_or_refuse)  # the launcher takes it from its module

@@ -24,6 +24,7 @@ from sglang.srt.entrypoints.engine import init_tokenizer_manager
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 from sglang_pat.dropped import Dropped, IsolatingDispatcher
+from sglang_pat.host.assign import assign
 from sglang_pat.host.fixes import request_validation
 from sglang_pat.host.fixes.pauses import Gate, PausingTokenizerManager
 from sglang_pat.host.shutdown import Shutdown, ShutdownSignalHandler, get_handlers
@@ -54,17 +55,18 @@ class RoutedTokenizerManager(PausingTokenizerManager):
     def __init__(self, server_args: Any, port_args: Any) -> None:
         _held.append(self)
         super().__init__(server_args, port_args)
-        self._result_dispatcher = IsolatingDispatcher(self._result_dispatcher, self.pat_dropped)
-        self.signal_handler_class = ShutdownSignalHandler
+        dispatcher = IsolatingDispatcher(self._result_dispatcher, self.pat_dropped)
+        assign(self, _result_dispatcher=dispatcher, signal_handler_class=ShutdownSignalHandler)
 
     def init_ipc_channels(self, port_args: Any) -> None:
         super().init_ipc_channels(port_args)
         self.pat_dropped = Dropped(self.server_args.enable_metrics)
-        self.recv_from_detokenizer = AsyncOrderedReceiver(self.recv_from_detokenizer, self.pat_dropped)
+        assign(self, recv_from_detokenizer=AsyncOrderedReceiver(self.recv_from_detokenizer, self.pat_dropped))
 
     def pat_init_states(self) -> None:
         super().pat_init_states()
-        self.is_pause_cond = self.model_update_lock = Gate(self._pat_wait_at_gate, self._pat_at_gate.check)
+        gate = Gate(self._pat_wait_at_gate, self._pat_at_gate.check)
+        assign(self, is_pause_cond=gate, model_update_lock=gate)
 
     @classmethod
     def pat_make(cls, server_args: Any, port_args: Any) -> Any:
