@@ -1,4 +1,4 @@
-"""Builds the C++ extension ``sglang_pat._C``; everything else about the package is in pyproject.toml.
+"""Builds the C++ extension ``sglang_pat._C``; everything else about the packages is in pyproject.toml.
 
 ``pip install --no-build-isolation -e .``, or ``python setup.py build_ext --inplace`` to build only. On an x86
 machine with AVX2 and F16C the extension uses them and will need them; ``SGLANG_PAT_PORTABLE=1`` builds
@@ -27,7 +27,8 @@ def cpu_flags() -> list[str]:
 
 
 setup(
-    packages=find_packages("python", include=["sglang_pat*"]) + find_packages(".", include=["profiler*"]),
+    packages=find_packages("python", include=["sglang_pat*", "reward_sandbox", "stream_layers"])
+    + find_packages(".", include=["profiler*"]),
     package_dir={"": "python", "profiler": "profiler"},
     package_data={
         "sglang_pat.launch": ["contract.txt"],

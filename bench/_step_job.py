@@ -16,6 +16,9 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 
+from reward_sandbox.programs import score_response
+from reward_sandbox.runs import Sandbox
+from reward_sandbox.sandbox import make_sandbox
 from sglang_pat.integrations.verl.lending import AdaptiveStreamLent
 from sglang_pat.integrations.verl.rewards import PooledRewardManager
 from sglang_pat.integrations.verl.streaming import AdaptiveStream, Stream
@@ -23,9 +26,6 @@ from sglang_pat.integrations.verl.tail_batching import POLL_SECONDS, TailBatchin
 from sglang_pat.integrations.verl.trainers import AdaptiveSync
 from sglang_pat.messages import LIMIT_PARAM
 from sglang_pat.policies.lending import FIRST_MILESTONE, Move
-from sglang_pat.rewards.programs import score_response
-from sglang_pat.rewards.runs import Sandbox
-from sglang_pat.rewards.sandbox import make_sandbox
 
 ENDED, SESSION = "ended", "session"
 """Extra fields of a response: when it was generated, by the machine's monotonic clock, and which of the prompt's."""

@@ -28,10 +28,10 @@ from typing import Any
 
 import _bench
 
-from sglang_pat.rewards.limits import LimitRules, TimeLimits
-from sglang_pat.rewards.programs import Score, get_keys, run_again, score_response
-from sglang_pat.rewards.runs import Run, Sandbox
-from sglang_pat.rewards.sandbox import make_sandbox
+from reward_sandbox.limits import LimitRules, TimeLimits
+from reward_sandbox.programs import Score, get_keys, run_again, score_response
+from reward_sandbox.runs import Run, Sandbox
+from reward_sandbox.sandbox import make_sandbox
 
 WORKERS = 2
 SLEEPERS = 6

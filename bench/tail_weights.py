@@ -31,9 +31,10 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool  #
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
+from sglang_pat.host.layers import make_shard_specs  # noqa: E402
 from sglang_pat.layout import ParallelLayout  # noqa: E402
 from sglang_pat.rank.shards import list_copies  # noqa: E402
-from sglang_pat.rank.weights import Views, make_shard_specs  # noqa: E402
+from sglang_pat.rank.weights import Views  # noqa: E402
 from sglang_pat.testing.lone import LoneRank  # noqa: E402
 from sglang_pat.testing.models import make_config  # noqa: E402
 

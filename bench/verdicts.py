@@ -14,7 +14,7 @@ from typing import Any
 
 import _bench
 
-from sglang_pat.rewards.pool import Reward, RewardPool
+from reward_sandbox.pool import Reward, RewardPool
 
 PAIRS = [
     (r"\frac{1}{2}", "0.5", True),

@@ -49,7 +49,7 @@ def make_server_args(model: str, flags: list[str], policy: Sequence[str] = MANUA
     try:
         check_model_path(model)
         shim.ensure()
-        from sglang_pat.launch.spec import AdaptiveServerArgs
+        from sglang_pat.host.arguments import AdaptiveServerArgs
 
         parser = Parser(prog="profiler", allow_abbrev=True)  # SGLang's own --tp is an abbreviation
         AdaptiveServerArgs.add_cli_args(parser)
@@ -63,7 +63,7 @@ def make_server_args(model: str, flags: list[str], policy: Sequence[str] = MANUA
 
 def make_fingerprint(args: Any) -> Fingerprint:
     """The fingerprint of what ``args`` would start, but for the sizes of its pools."""
-    from sglang_pat.launch.spec import make_fingerprint as of
+    from sglang_pat.host.arguments import make_fingerprint as of
 
     return of(args, args.read_config())
 

@@ -25,7 +25,6 @@ from profiler.measure import NotMeasured, TooSlow
 from profiler.rig import Rig
 from profiler.store import Store, check_asked, check_same, load_existing
 from profiler.windows import WINDOWS
-from sglang_pat import removed
 from sglang_pat.predict.cost import build_predictors
 from sglang_pat.predict.profile import (
     DecodePoint,
@@ -62,10 +61,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     axes = "batch, context, lone, prefill_batch, prefill_length, switch_requests, switch_context"
     parser.add_argument("--grid", metavar="AXES", help=f"batch=1,2,4;context=64,128; axes: {axes}")
     args, args.flags = parser.parse_known_args(argv)
-    try:
-        removed.refuse_fields("profiler.sweep", args.flags)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     args.budget, args.axes = parse_budget(args.budget), grids.parse(args.grid)
     return args
 

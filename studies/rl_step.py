@@ -6,7 +6,7 @@ Rows are cumulative:
 
 - ``plain``: prompts as they come, one layout; then all rewards; then all training;
 - ``tail batching``: the admitter's strict mode, η = 1.25 for prompts and responses;
-- ``rewards``: beside the rollout, with adaptive time limits (:mod:`sglang_pat.rewards.limits`);
+- ``rewards``: beside the rollout, with adaptive time limits (:mod:`reward_sandbox.limits`);
 - ``adaptive TP``: each node changes its layout in the round, and starts it where it is best (``survival``);
 - ``stream``: gradients are accumulated, group by group as rewards come, and half of a node's ranks are lent to the
   trainer in the round (``policies/lending.py``).
@@ -31,11 +31,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from reward_sandbox.limits import CaseRun, LimitRules, TimeLimits
 from sglang_pat.policies.lending import make_lending_policy
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.predict.cost import build_predictors
 from sglang_pat.predict.profile import load
-from sglang_pat.rewards.limits import CaseRun, LimitRules, TimeLimits
 from sglang_pat.rollout.records import SampleId
 from sglang_pat.rollout.rules import Rules
 from sglang_pat.tools import pictures

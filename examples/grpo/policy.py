@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from examples.grpo import countdown
-from sglang_pat.integrations.importance import compute_decoupled_objective
+from examples.grpo.importance import compute_decoupled_objective
 from sglang_pat.rollout.records import Group, Sample
 from sglang_pat.testing.smollm2 import load_transformers
 

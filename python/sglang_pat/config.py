@@ -11,7 +11,6 @@ from sglang_pat.layout import (
     list_candidate_layouts,
     list_strides,
 )
-from sglang_pat.removed import refuse_value
 
 POLICIES = ("survival", "pat", "threshold", "schedule", "manual", "off")
 PREDICTING = ("survival", "pat")
@@ -24,8 +23,6 @@ KV_MODES = ("auto", "migrate", "recompute")
 GPU_ORDERS = ("rank", "neighbours")
 VARIABLE = "SGLANG_PAT"
 """With it set, whatever launches SGLang in a process gets the adaptive engine: ``base_tp=1,policy=survival,…``."""
-STREAM_VARIABLE = "SGLANG_PAT_STREAM_LAYERS"
-"""With it set, an engine is a plain one that streams layers from host memory: their number, or ``auto``."""
 MOST_STEPS = 1000
 """Of a turn of the calibration."""
 
@@ -33,7 +30,6 @@ MOST_STEPS = 1000
 def check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise ``ValueError`` unless ``value``, given with ``flag``, is allowed."""
     if value not in allowed:
-        refuse_value(flag, value)
         raise ValueError(f"{flag} {value!r}: choose one of {', '.join(allowed)}")
 
 

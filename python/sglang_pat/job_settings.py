@@ -10,11 +10,9 @@ from typing import Any
 
 from sglang_pat import settings
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.launch.refusals import REFUSED, refuse_config, refuse_routed_experts
+from sglang_pat.launch.refusals import REFUSED, read_files, refuse_config, refuse_routed_experts
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory.shapes import ModelShape, read_config
-from sglang_pat.predict import profile as profiles
-from sglang_pat.predict.profile import Profile
 
 
 def check(given: Mapping[str, Any], ranks: int, where: str) -> AdaptiveConfig:
@@ -84,14 +82,3 @@ def check_flags(given: Mapping[str, Any], where: str) -> None:
                 f"{where}{refusal.field} is {value!r}, which an adaptive engine does not support "
                 f"({refusal.reason}): {refusal.advice}"
             )
-
-
-def read_files(config: AdaptiveConfig) -> Profile | None:
-    """The profile, if one is given; raises ValueError for one that is none, or a log that cannot be written."""
-    profile = None if config.profile is None else profiles.load(config.profile, complete=True)
-    if config.log is not None:
-        try:
-            open(config.log, "ab").close()
-        except OSError as error:
-            raise ValueError(f"--pat-log {config.log}: {error.strerror}; give a file that can be written") from None
-    return profile

@@ -10,16 +10,18 @@ of SGLang; ``--help-sglang`` lists all of its flags.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import runpy
 import signal
 import sys
 import warnings
-from typing import Any
 
-from sglang_pat.config import STREAM_VARIABLE
 from sglang_pat.cpu import shim
 from sglang_pat.launch import processes
+from stream_layers import STREAM_VARIABLE
+
+logger = logging.getLogger(__name__)
 
 SGLANGS_HELP = "--help-sglang"
 
@@ -34,11 +36,10 @@ def main(argv: list[str] | None = None) -> None:
         warnings.simplefilter("ignore")
         sys.argv[1:] = ["--help"]
         runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
-    if any(word.startswith("--stream-layers") for word in argv):
-        _serve_streaming(argv)
-    elif "--adaptive-tp" in argv:
+    streams = any(word.startswith("--stream-layers") for word in argv)
+    if "--adaptive-tp" in argv and not streams:
         _serve_adaptive(argv)
-    elif STREAM_VARIABLE in os.environ:
+    elif streams or STREAM_VARIABLE in os.environ:
         _serve_streaming(argv)
     else:
         _serve_plainly(argv)
@@ -66,25 +67,57 @@ def _print_help() -> None:
     parser.print_help()
 
 
+def _serve_adaptive(argv: list[str]) -> None:
+    """Serve until a signal ends it; whatever happens, no process and no socket stays."""
+    processes.exit_on_signals()
+    try:
+        launch(argv)
+    finally:
+        # SGLang's watchdog reports with it what we now do ourselves.
+        signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+        processes.end_children()
+
+
+def launch(argv: list[str]) -> None:
+    """Serve until a signal ends it.  Exits with one line if the arguments, the machine or SGLang do not fit."""
+    from sglang_pat.errors import format_one_line
+    from sglang_pat.launch.contract import SGLangMismatch
+    from sglang_pat.launch.refusals import check_command_line, check_port
+
+    try:
+        check_command_line(argv)
+        processes.fork_here()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+    from sglang_pat.host.arguments import parse_args, prepare_start
+    from sglang_pat.host.engine import serve
+    from sglang_pat.server.engine import AdaptiveEngine
+    from sglang_pat.server.http import add_routes
+
+    try:
+        given = parse_args(argv)
+        check_port(given.host, given.port)
+        server_args = prepare_start(given)
+    except (ValueError, AssertionError, OSError, SGLangMismatch) as error:
+        logger.debug("refused", exc_info=True)
+        sys.exit(f"error: {format_one_line(error)}")
+    try:
+        serve(server_args, AdaptiveEngine, add_routes)
+    except processes.NotStarted as error:
+        sys.exit(f"error: {error}")
+
+
 def _serve_streaming(argv: list[str]) -> None:
     """As plainly, with layers in host memory.  Exits with one line for arguments that cannot be, SGLang's included."""
-    from sglang_pat.errors import format_one_line
-    from sglang_pat.judge.plan import CannotStream
-    from sglang_pat.judge.refusals import take_flag
+    from stream_layers.plan import CannotStream
+    from stream_layers.refusals import take_flag
 
     try:
         rest = take_flag(argv)
-        import sglang.srt.server_args as server_args  # pyright: ignore[reportMissingTypeStubs]
+        from sglang_pat.host.plain import refuse_in_one_line
 
-        prepare = server_args.prepare_server_args
-
-        def prepare_or_refuse(argv: list[str]) -> Any:
-            try:
-                return prepare(argv)
-            except Exception as error:
-                raise CannotStream(format_one_line(error)) from error
-
-        server_args.prepare_server_args = prepare_or_refuse  # SGLang's launcher takes it from its module
+        refuse_in_one_line(CannotStream)
         _serve_plainly(rest)
     except CannotStream as error:
         sys.exit(f"error: {error}")
@@ -96,26 +129,6 @@ def _serve_plainly(argv: list[str]) -> None:
         sys.exit(f"error: {stray[0]} needs --adaptive-tp: add it, or leave the --pat-* flags out")
     sys.argv[1:] = argv
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
-
-
-def _serve_adaptive(argv: list[str]) -> None:
-    """Serve until a signal ends it; whatever happens, no process and no socket stays."""
-    from sglang_pat.launch import refusals
-
-    processes.exit_on_signals()
-    try:
-        try:
-            refusals.check_command_line(argv)
-            processes.fork_here()
-        except ValueError as error:
-            sys.exit(f"error: {error}")
-        from sglang_pat.server.http import launch
-
-        launch(argv)
-    finally:
-        # SGLang's watchdog reports with it what we now do ourselves.
-        signal.signal(signal.SIGQUIT, signal.SIG_IGN)
-        processes.end_children()
 
 
 if __name__ == "__main__":

@@ -524,6 +524,9 @@ class ScheduleReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     state: ScheduleState
 
 
+SGLANG, PAT = b"h", b"p"
+"""First frame of what a rank sends to the coordinator: an object of SGLang's (pickled, as SGLang does) or ours."""
+
 FromRank = Prepared | RankSwitched | MemoryReleased | LoadReport | RankTrace | HoldReport
 """Everything a rank sends on its channel to the coordinator."""
 

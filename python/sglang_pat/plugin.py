@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import sys
 
-from sglang_pat.config import STREAM_VARIABLE, VARIABLE
+from sglang_pat.config import VARIABLE
+from stream_layers import STREAM_VARIABLE
 
 
 def plugin() -> None:
-    """:func:`sglang_pat.launch.attach.attach` with the settings of ``SGLANG_PAT``; for a judge that streams layers
-    :func:`sglang_pat.judge.attach.attach`.
+    """:func:`sglang_pat.server.attach.attach` with the settings of ``SGLANG_PAT``; for a judge that streams layers
+    :func:`stream_layers.attach.attach`.
 
     It fails closed: SGLang logs an exception of a plug-in and goes on without it, so an error here ends the process.
     """
@@ -23,11 +24,11 @@ def plugin() -> None:
 
     try:
         if STREAM_VARIABLE in os.environ:
-            from sglang_pat.judge import attach as judge
+            from stream_layers import attach as judge
 
             judge.attach()
             return
-        from sglang_pat.launch import attach
+        from sglang_pat.server import attach
 
         if not attach.is_attached():  # else by an adapter, which has read the variable, too
             attach.attach(settings.read_environment(), VARIABLE)

@@ -17,16 +17,22 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from reward_sandbox.sandbox import make_sandbox
 from sglang_pat.cpu import shim
 from sglang_pat.host.fixes import jit
 from sglang_pat.launch import contract
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.memory.advice import format_advice
-from sglang_pat.memory.machine import Supply, measure_cpu_memory, measure_gpu_memory
-from sglang_pat.memory.plan import MemoryPlan, make_default_demand, make_plan
+from sglang_pat.memory.plan import (
+    MemoryPlan,
+    Supply,
+    format_advice,
+    make_default_demand,
+    make_plan,
+    measure_cpu_memory,
+    measure_gpu_memory,
+)
 from sglang_pat.memory.shapes import ModelShape, read_config
 from sglang_pat.predict.profile import Profile, load
-from sglang_pat.rewards.sandbox import make_sandbox
 from sglang_pat.version import SGLANG_VERSIONS, __version__
 
 Line = tuple[bool, str, str]

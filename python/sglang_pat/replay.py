@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sglang_pat import files, removed
+from sglang_pat import files
 from sglang_pat.config import PREDICTING
 from sglang_pat.figures import Figures
 from sglang_pat.policies.lengths import LengthHistory
@@ -200,10 +200,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--log", type=Path, required=True, metavar="FILE", help="of an engine (--pat-log)")
     parser.add_argument("--profile", metavar="FILE", help="in place of the one that the log names")
     parser.add_argument("--schedule", action="store_true", help="print its switches as entries for POST /pat/schedule")
-    words = sys.argv[1:] if argv is None else argv
     try:
-        removed.refuse_fields("sglang_pat.replay", words)
-        args = parser.parse_args(words)
+        args = parser.parse_args(argv)
         if args.schedule:
             print(json.dumps(read_schedule(args.log)))
             return 0

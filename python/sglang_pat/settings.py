@@ -26,7 +26,6 @@ from sglang_pat.config import (
     parse_degrees,
 )
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.removed import refuse_settings
 
 
 @dataclass(frozen=True)
@@ -203,9 +202,8 @@ def parse_fields(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     ``base_tp`` comes back under its own name.
 
     Raises:
-        ValueError: an unknown setting, one that is gone, a value of the wrong type or none of the choices; one line.
+        ValueError: an unknown setting, a value of the wrong type or none of the choices; one line.
     """
-    refuse_settings(given, where)
     found: dict[str, Any] = {}
     for name, value in given.items():
         setting = _NAMED.get(name)

@@ -14,9 +14,9 @@ shim.ensure()
 from sglang.srt.server_args import PortArgs, ServerArgs  # noqa: E402
 
 from sglang_pat.config import VARIABLE  # noqa: E402
-from sglang_pat.launch.attach import attach  # noqa: E402
-from sglang_pat.launch.spec import AdaptiveServerArgs  # noqa: E402
+from sglang_pat.host.arguments import AdaptiveServerArgs  # noqa: E402
 from sglang_pat.plugin import plugin  # noqa: E402
+from sglang_pat.server.attach import attach  # noqa: E402
 
 
 def main(model: str) -> None:

@@ -63,7 +63,7 @@ OTHERS = {
 """Models whose sizes have other names (``memory/shapes.py``), as transformers makes them."""
 
 
-def made_by_transformers(kind: str, folder) -> Checkpoint:
+def make_by_transformers(kind: str, folder) -> Checkpoint:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(kind, vocab_size=503, bos_token_id=1, eos_token_id=2, **OTHERS[kind])

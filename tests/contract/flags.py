@@ -159,7 +159,7 @@ as it has replicas.
 - Priorities order the requests of a replica. A request preempts only those of its own replica.""".splitlines()
 
 
-def classified() -> dict[str, tuple[str, str]]:
+def classify_fields() -> dict[str, tuple[str, str]]:
     """field -> (status, test or reason).  A field in two tables is an error, and so is a pattern that fits nothing."""
     found: dict[str, tuple[str, str]] = {}
     tables = (("works", WORKING), ("as in SGLang", OUTSIDE), ("GPU, not run yet", GPU))
@@ -180,7 +180,7 @@ def classified() -> dict[str, tuple[str, str]]:
 
 def page() -> str:
     """docs/flags.md."""
-    found = classified()
+    found = classify_fields()
     fields = [field.name for field in dataclasses.fields(ServerArgs)]
     lines = [
         "# Flags",

@@ -9,7 +9,7 @@ from typing import Any
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct as io
 
-from sglang_pat.coordinator.controls import make_error_reply
+from sglang_pat.host.controls import make_error_reply
 
 from .tokenizer_world import Manager
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 
-def asked(**fields):
+def ask(**fields):
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     return GenerateReqInput(**({"input_ids": [7, 8]} | fields))
 
 
-def tokenized(params=None, **fields):
+def tokenize(params=None, **fields):
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 

@@ -72,9 +72,7 @@ def test_without_the_variable_nothing_is_imported():
     run = plugin(None)
     assert run.returncode == 0
     ours = {name for name in json.loads(run.stdout) if name.startswith("sglang")}
-    assert ours == {"sglang_pat"} | {
-        f"sglang_pat.{name}" for name in ("config", "layout", "plugin", "removed", "version")
-    }
+    assert ours == {"sglang_pat"} | {f"sglang_pat.{name}" for name in ("config", "layout", "plugin", "version")}
 
 
 @pytest.mark.parametrize("value", ["yes", "polcy=pat", "switch_at=soon"])
@@ -85,7 +83,7 @@ def test_it_fails_closed(value):
 
 
 def test_every_setting_is_a_field_of_the_arguments():
-    from sglang_pat.launch.spec import AdaptiveServerArgs
+    from sglang_pat.host.arguments import AdaptiveServerArgs
 
     fields = AdaptiveServerArgs.__dataclass_fields__
     for setting in SETTINGS:
@@ -100,8 +98,8 @@ def test_functions_that_would_not_be_called_are_refused(what, model, monkeypatch
     """AReaL's launcher and ROLL give their own; verl gives SGLang's."""
     from sglang.srt.entrypoints import engine
 
+    from sglang_pat.host.arguments import AdaptiveServerArgs
     from sglang_pat.launch import processes
-    from sglang_pat.launch.spec import AdaptiveServerArgs
     from sglang_pat.server.engine import AdaptiveEngine
 
     def areal_run_scheduler_process(*_):
@@ -109,7 +107,7 @@ def test_functions_that_would_not_be_called_are_refused(what, model, monkeypatch
 
     started = []
     monkeypatch.setattr(processes, "end_children", lambda: started.append("ended"))
-    monkeypatch.setattr("sglang_pat.server.engine.start", lambda name, *_: started.append(name) or (None, None))
+    monkeypatch.setattr("sglang_pat.host.engine.start", lambda name, *_: started.append(name) or (None, None))
     args = AdaptiveServerArgs(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True)
     line = f"^run_{what}_process_func is tests.contract.test_attach.*areal_run.*: an adaptive engine starts .* itself"
     with pytest.raises(ValueError, match=line):

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from sglang.srt.managers.scheduler_recv_skipper import SchedulerRecvSkipper
 
 from sglang_pat.checks import agreement as check
-from sglang_pat.checks import attributes, census
-from sglang_pat.switch import install
+from sglang_pat.checks import attributes
+from sglang_pat.host import census as inside
+from sglang_pat.host import loop
 
 pytestmark = pytest.mark.contract
 
@@ -38,7 +39,7 @@ def scheduler(steps: int, counter: int) -> SimpleNamespace:
 def test_the_leaders_counters_become_everyones():
     """A profile that had seven steps to go still has."""
     leader, other = scheduler(100, 1), scheduler(30, 2)
-    install.take_counters(other, install.read_counters(leader))
+    loop.write_counters(other, loop.read_counters(leader))
     assert (other.forward_ct, other.recv_skipper._counter) == (100, 1)
     assert other.profiler_target_forward_ct == 107 and other.profiler_start_forward_ct is None
 
@@ -51,13 +52,13 @@ def request(rid: str, **other) -> SimpleNamespace:
 def member(steps: int = 100, counter: int = 1, running=("a",), waiting=("b", "c"), **other) -> SimpleNamespace:
     """A scheduler of a group of two."""
     made = scheduler(steps, counter)
-    made.tp_size, made.tp_cpu_group = 2, None
+    made.tp_rank, made.tp_size, made.tp_cpu_group = 0, 2, None
     made.running_batch = SimpleNamespace(reqs=[request(rid, **other) for rid in running])
     made.waiting_queue = [request(rid) for rid in waiting]
     return made
 
 
-def gathered(monkeypatch, *members: SimpleNamespace) -> None:
+def check_gathered(monkeypatch, *members: SimpleNamespace) -> None:
     """The check of the first of ``members``, which hears what all hold."""
 
     def gather(held: list, mine: dict, group: None) -> None:
@@ -70,7 +71,7 @@ def gathered(monkeypatch, *members: SimpleNamespace) -> None:
 
 def test_ranks_that_agree_go_on(monkeypatch):
     monkeypatch.setenv(check.CHECK_AGREEMENT_ENV, "1")
-    gathered(monkeypatch, member(), member())
+    check_gathered(monkeypatch, member(), member())
 
 
 @pytest.mark.parametrize(
@@ -89,9 +90,9 @@ def test_ranks_that_agree_go_on(monkeypatch):
 def test_ranks_that_differ_are_told_by_name(monkeypatch, other, named):
     monkeypatch.setenv(check.CHECK_AGREEMENT_ENV, "1")
     with pytest.raises(RuntimeError, match=f"ranks of a TP group do not agree on {named}"):
-        gathered(monkeypatch, member(), member(**other))
+        check_gathered(monkeypatch, member(), member(**other))
     with pytest.raises(RuntimeError, match=f"do not agree on {named.partition(':')[0]}: "):
-        gathered(monkeypatch, member(**other), member())
+        check_gathered(monkeypatch, member(**other), member())
 
 
 def test_nothing_is_gathered_outside_test_builds_and_in_a_group_of_one(monkeypatch):
@@ -105,7 +106,7 @@ def test_nothing_is_gathered_outside_test_builds_and_in_a_group_of_one(monkeypat
 
 
 def test_what_is_taken_is_classified_as_equal():
-    for path in install.COUNTERS:
+    for path in loop.COUNTERS:
         assert attributes.find_line(f"Scheduler.{path}").kind == "group"
 
 
@@ -117,7 +118,7 @@ def test_a_census_shows_stale_references_and_stops_at_cycles():
     held = SchedulerRecvSkipper(SimpleNamespace(enable_dp_attention=False, scheduler_recv_interval=3))
     held.again = held
     root = Root(skipper=held, tp_worker=SimpleNamespace(model_runner=SimpleNamespace()))
-    values, identities = census.take_census(root)
+    values, identities = inside.take_census(root)
     assert values["Scheduler.skipper._threshold"] == "int 3"
     assert values["Scheduler.skipper.again"] == "-> Scheduler.skipper"
     assert identities["Scheduler.skipper"] == id(held)

@@ -6,7 +6,6 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.layout import ParallelLayout
@@ -46,9 +45,9 @@ class Manager:
             raise RuntimeError("no memory")
         self.did.append(tp)
 
-    async def pat_generate_unlogged(self, request) -> None:
+    async def pat_generate_unlogged(self, **fields) -> None:
         assert not self.busy, "the one before is not known to be over"
-        self.made_up.append(request)
+        self.made_up.append(SimpleNamespace(**fields))
         if self.decodes is not None:
             await self.decodes.wait()
             self.decodes.clear()
@@ -147,8 +146,8 @@ def test_first_requests_wait_for_it_and_it_does_not_wait_for_them(monkeypatch):
         manager, measured = World(monkeypatch), asyncio.Event()
 
         async def calibrate(manager) -> None:
-            made_up = GenerateReqInput(rid="made up", text="x", sampling_params={})
-            await asyncio.gather(manager.pat_generate_unlogged(made_up), measured.wait())
+            made_up = dict(rid="made up", text="x", sampling_params={})
+            await asyncio.gather(manager.pat_generate_unlogged(**made_up), measured.wait())
 
         monkeypatch.setattr("sglang_pat.server.tokenizer.calibrate", calibrate)
         manager._pat_calibrates = True

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_pat.host.requests import LOGPROBS
 from sglang_pat.rank import degrees
 from sglang_pat.switch import requests
 from sglang_pat.switch.install import _Slots
@@ -66,17 +67,17 @@ def stream_output(req: Req) -> list[tuple]:
         spec_algorithm=SimpleNamespace(is_none=lambda: True), send_to_detokenizer=outlet,
     )  # fmt: skip
     SchedulerOutputProcessorMixin.stream_output_generation(played, [req], return_logprob=True)
-    names = ["rids", "finished_reasons", "decode_ids", "output_ids", *requests.LOGPROBS]
+    names = ["rids", "finished_reasons", "decode_ids", "output_ids", *LOGPROBS]
     return [(name, repr(getattr(output, name))) for output in sent for name in names]
 
 
-def moved(req: Req) -> Req:
+def move_request(req: Req) -> Req:
     """``req`` after a switch to other ranks."""
     options = {"top_logprobs_num": req.top_logprobs_num, "token_ids_logprob": req.token_ids_logprob}
     other = request(stream=req.stream, **options)
-    before = {name: repr(getattr(req, name, None)) for name in requests.LOGPROBS}
+    before = {name: repr(getattr(req, name, None)) for name in LOGPROBS}
     requests.restore_state(other, pickle.loads(pickle.dumps(requests.serialize_request(req))))
-    assert before == {name: repr(getattr(req, name, None)) for name in requests.LOGPROBS}, "it may go on where it is"
+    assert before == {name: repr(getattr(req, name, None)) for name in LOGPROBS}, "it may go on where it is"
     return other
 
 
@@ -88,7 +89,7 @@ def test_a_client_gets_the_same_logprobs_whatever_switches_there_are(stream, eve
     stays, goes = request(**options), request(**options)
     for step in range(171):
         if step % every == 0:
-            goes = moved(goes)
+            goes = move_request(goes)
         for req in (stays, goes):
             prefill(req) if step == 0 else decode(req, 1)
             req.finished_reason = FINISH_LENGTH(171) if step == 170 else None
@@ -101,7 +102,7 @@ def opcodes(capsule: requests.Capsule) -> int:
     return sum(1 for _ in pickletools.genops(pickle.dumps(capsule, pickle.HIGHEST_PROTOCOL)))
 
 
-def work_of_a_switch(tokens: int) -> tuple[int, int, int, int]:
+def count_work(tokens: int) -> tuple[int, int, int, int]:
     """Lines of :func:`requests.serialize_request` and :func:`requests.rebuild_request`, steps of reading the
     capsule, tokens with
     logprobs in it: of a request with so many tokens that is on its way."""
@@ -123,7 +124,7 @@ def work_of_a_switch(tokens: int) -> tuple[int, int, int, int]:
 
 def test_a_request_costs_a_pause_the_same_with_any_number_of_tokens():
     """Not of its prompt or of its response, whose logprobs the client has already."""
-    few, many = work_of_a_switch(110), work_of_a_switch(4010)
+    few, many = count_work(110), count_work(4010)
     assert few == many and few[-1] == 10
 
 
@@ -134,7 +135,10 @@ def test_what_a_switch_brings_is_found_in_the_tree(seed):
     rng = random.Random(seed)
     pool = TokenToKVPoolAllocator(400, torch.float32, "cpu", None, False)
     tree = RadixCache.create_simulated(mock_allocator=pool)
-    slots = _Slots(SimpleNamespace(tree_cache=tree, token_to_kv_pool_allocator=pool, device="cpu"), np.arange(401))
+    rank = SimpleNamespace(
+        tree_cache=tree, token_to_kv_pool_allocator=pool, device="cpu", layouts=SimpleNamespace(device="cpu")
+    )
+    slots = _Slots(rank, np.arange(401))
     content = torch.zeros(401, dtype=torch.int64)
     entered, decoding = [], []
     for group in range(2):

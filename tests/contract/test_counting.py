@@ -15,22 +15,24 @@ from sglang_pat.config import AdaptiveConfig
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import ScheduleEntry, ScheduleState
 
-from .requests_made import tokenized
+from .requests_made import tokenize
 
 pytestmark = pytest.mark.contract
 
 
 def test_the_warm_up_does_not_count_in_a_log(monkeypatch):
-    from sglang_pat.server import http
+    from sglang.srt.entrypoints import http_server
+
+    from sglang_pat.host import engine
 
     manager, seen = SimpleNamespace(pat_log_begins=True), []
-    monkeypatch.setattr(http, "_get_manager", lambda: manager)
+    monkeypatch.setattr(http_server, "get_global_state", lambda: SimpleNamespace(tokenizer_manager=manager))
     monkeypatch.setattr(
-        http.http_server, "_execute_server_warmup",
+        http_server, "_execute_server_warmup",
         lambda args: seen.append((manager.pat_log_begins, args.dp_size)) or True,
     )  # fmt: skip
     config = AdaptiveConfig(base=ParallelLayout(1, 4))
-    assert http._warm_up(SimpleNamespace(dp_size=1, spec=SimpleNamespace(config=config))) is True
+    assert engine._warm_up(SimpleNamespace(dp_size=1, spec=SimpleNamespace(config=config))) is True
     assert seen == [(False, 4)], "a request for each replica"
     assert manager.pat_log_begins
 
@@ -87,7 +89,7 @@ def test_siblings_of_long_prompts_are_known_before_a_rank_has_them():
 
     ids = list(range(LONG_PROMPT))
     for tail in ([], [5, 6, 7]):
-        given = tokenized(rid="r")
+        given = tokenize(rid="r")
         given.input_ids = ids + tail
         given.sampling_params = SamplingParams(custom_params={"pat_generated": len(tail)} if tail else None)
         (work,) = classify(given)
@@ -102,14 +104,17 @@ def test_siblings_of_long_prompts_are_known_before_a_rank_has_them():
 def test_health_probes_do_not_count_in_a_schedule():
     from sglang_pat.coordinator.process import classify
 
-    assert [work.counts for rid in ("r", "HEALTH_CHECK_17") for work in classify(tokenized(rid=rid))] == [True, False]
+    assert [work.counts for rid in ("r", "HEALTH_CHECK_17") for work in classify(tokenize(rid=rid))] == [
+        True,
+        False,
+    ]
 
 
 def test_the_prompt_of_several_responses_has_no_tokens_to_come():
     """SGLang sends it before them: it is none of the samples of a round."""
     from sglang_pat.coordinator.process import classify
 
-    given = tokenized(rid="r")
+    given = tokenize(rid="r")
     for tokens in (0, 7):
         given.sampling_params = SamplingParams(max_new_tokens=tokens)
         assert classify(given)[0].limit == tokens

@@ -62,7 +62,7 @@ def test_experts_on_views_multiply_as_sglangs(checkpoint, tokens):
 
 def test_all_numbers_of_tokens_are_compiled(mixtral, monkeypatch):
     """On a GPU.  What the kernel gives: test_experts_kernel.py."""
-    from sglang_pat.rank.experts import PiecewiseExperts
+    from sglang_pat.host.experts import PiecewiseExperts
     from sglang_pat.rank.weights import Views
 
     base, model = mixtral.loaded(BASE, 1), mixtral.empty(TAIL, 1)
@@ -96,7 +96,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("attribute", REFUSED)
 def test_experts_that_cannot_be_cut_are_refused(mixtral, attribute):
-    from sglang_pat.rank.weights import ShardError, make_shard_specs
+    from sglang_pat.host.layers import make_shard_specs
+    from sglang_pat.rank.shards import ShardError
 
     value, line = REFUSED[attribute]
     model = mixtral.empty(BASE, 0)
@@ -113,7 +114,7 @@ def test_experts_that_cannot_be_cut_are_refused(mixtral, attribute):
 def test_another_runner_is_refused(mixtral):
     from sglang.srt.layers.moe.utils import MoeRunnerBackend
 
-    from sglang_pat.rank.experts import find_reason_against
+    from sglang_pat.host.experts import find_reason_against
 
     experts = find_experts(mixtral.empty(BASE, 0))
     assert find_reason_against(experts) is None
@@ -124,7 +125,7 @@ def test_another_runner_is_refused(mixtral):
 @pytest.mark.parametrize("change", ["experts are permuted", "gate and up are swapped", "columns are dealt"])
 def test_experts_that_sglang_loads_elsewhere_are_found(mixtral, change):
     from sglang_pat.rank.shard_check import check_shards
-    from sglang_pat.rank.weights import ShardError
+    from sglang_pat.rank.shards import ShardError
 
     model = mixtral.rank.make_model(2, 1)
     check_shards(model, 2, 1)

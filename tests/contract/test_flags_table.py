@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from sglang.srt.server_args import ServerArgs
 
+from sglang_pat.host.arguments import AdaptiveServerArgs
 from sglang_pat.launch import refusals
-from sglang_pat.launch.spec import AdaptiveServerArgs
 
 from . import flags as tables
 
@@ -27,7 +27,7 @@ def arguments(model, **options):
 def test_every_flag_is_classified():
     """A new SGLang version fails here, by the names of its new flags."""
     fields = {field.name for field in dataclasses.fields(ServerArgs)}
-    found = set(tables.classified())
+    found = set(tables.classify_fields())
     assert not fields - found, f"flags that tests/contract/flags.py does not know: {sorted(fields - found)}"
     assert not found - fields, f"flags that SGLang no longer has: {sorted(found - fields)}"
 
@@ -70,7 +70,7 @@ def test_refused_in_one_line(model, refusal):
 
 
 def test_defaults_are_accepted(model):
-    refusals.refuse_flags(ServerArgs(model_path=str(model), device="cpu"))
+    refusals.refuse_flags(vars(ServerArgs(model_path=str(model), device="cpu")))
 
 
 def test_what_sglang_chooses_is_refused_too(model, monkeypatch):

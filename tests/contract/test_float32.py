@@ -17,7 +17,7 @@ from sglang_pat.host.fixes.float32 import force_float32
 pytestmark = pytest.mark.contract
 
 
-def made(args, monkeypatch) -> RMSNorm:
+def make_norm(args, monkeypatch) -> RMSNorm:
     """A norm as SGLang builds it on a GPU, of a rank with these arguments."""
     monkeypatch.setattr("sglang.srt.layers.utils.multi_platform._is_cuda", True)
     monkeypatch.setattr(RMSNorm, "forward_cuda", RMSNorm.forward_cuda)  # put back after the test
@@ -30,7 +30,7 @@ def made(args, monkeypatch) -> RMSNorm:
 
 @pytest.mark.parametrize("dtype", ["float32", "float"])
 def test_in_float32_on_a_gpu(monkeypatch, dtype):
-    norm = made({"device": "cuda", "dtype": dtype}, monkeypatch)
+    norm = make_norm({"device": "cuda", "dtype": dtype}, monkeypatch)
     x, residual = torch.randn(2, 3, 8)
     wanted = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
     torch.testing.assert_close(norm(x), wanted)
@@ -42,7 +42,7 @@ def test_in_float32_on_a_gpu(monkeypatch, dtype):
 
 @pytest.mark.parametrize("args", [{"device": "cuda", "dtype": "bfloat16"}, {"device": "cpu", "dtype": "float32"}])
 def test_otherwise_they_are_sglangs(monkeypatch, args):
-    assert made(args, monkeypatch)._forward_method.__func__ is not RMSNorm.forward_native
+    assert make_norm(args, monkeypatch)._forward_method.__func__ is not RMSNorm.forward_native
     assert "TRITON_F32_DEFAULT" not in os.environ
 
 
@@ -70,7 +70,7 @@ def test_experts_are_not_rounded(monkeypatch, mended):
     args = SimpleNamespace(enable_fused_moe_sum_all_reduce=False)
     monkeypatch.setattr(fused_moe, "get_global_server_args", lambda: args)
     if mended:
-        made({"device": "cuda", "dtype": "float32"}, monkeypatch)
+        make_norm({"device": "cuda", "dtype": "float32"}, monkeypatch)
     plain = set(inspect.signature(fused_moe._fused_moe_kernel_sequence).parameters)
     options = dict.fromkeys(plain) | {"activation": "silu", "is_gated": True, "down_moe_use_tma": False, "config": {}}
     options |= {"hidden_states": x, "w1": gate_up, "w2": down, "topk_weights": weights, "topk_ids": chosen}
@@ -97,7 +97,7 @@ def test_triton_multiplies_without_tf32(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_F32_DEFAULT", "")
     monkeypatch.delenv("TRITON_F32_DEFAULT")
     assert ".tf32" in compiled()
-    made({"device": "cuda", "dtype": "float32"}, monkeypatch)
+    make_norm({"device": "cuda", "dtype": "float32"}, monkeypatch)
     assert ".tf32" not in compiled()
     for module in (extend_attention, decode_attention):
         text = inspect.getsource(module)
@@ -107,7 +107,7 @@ def test_triton_multiplies_without_tf32(monkeypatch, tmp_path):
 def test_torch_multiplies_without_tf32(monkeypatch):
     torch.set_float32_matmul_precision("high")  # as TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 does
     try:
-        made({"device": "cuda", "dtype": "float32"}, monkeypatch)
+        make_norm({"device": "cuda", "dtype": "float32"}, monkeypatch)
         assert torch.get_float32_matmul_precision() == "highest"
     finally:
         torch.set_float32_matmul_precision("highest")

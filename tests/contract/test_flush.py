@@ -15,13 +15,13 @@ from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput, U
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sglang_pat.host import loop
 from sglang_pat.host.fixes.weight_updates import NOT_FLUSHED
+from sglang_pat.host.scheduler import AdaptiveScheduler
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import LoadReport, Step
 from sglang_pat.rank.load_reports import LoadReporter
-from sglang_pat.rank.scheduler import AdaptiveScheduler
 from sglang_pat.rank.step_gate import StepGate
-from sglang_pat.switch import requests
 
 pytestmark = pytest.mark.contract
 
@@ -109,7 +109,7 @@ def test_a_replica_admits_requests_after_all_have_ended_at_once(overlap, prefill
         rank.waiting_queue = [request(False)]
     else:
         rank.waiting_queue = [request(False)]
-        assert not rank.flush_cache() if between == "a flush that fails" else not requests.drain(rank)
+        assert not rank.flush_cache() if between == "a flush that fails" else not loop.drain(rank)
     with pytest.raises(Admits):
         rank.get_next_batch_to_run()
 
@@ -163,8 +163,7 @@ def test_a_pause_of_the_machine_is_no_step_time_of_the_layout():
 def test_memory_is_released_on_all_ranks_or_on_none(others, monkeypatch, caplog):
     """``others``: whether they are idle; this rank is."""
     rank, released = Rank(), []
-    runner = SimpleNamespace(device="cuda", groups=SimpleNamespace(world="all ranks"))
-    rank.layouts, rank.gpu_id = SimpleNamespace(runner=runner), 3
+    rank.layouts, rank.gpu_id = SimpleNamespace(device="cuda", groups=SimpleNamespace(world="all ranks")), 3
     rank.server_args = SimpleNamespace(spec=SimpleNamespace(memory=SimpleNamespace(kept=5 << 29)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 << 30, 80 << 30))
     caplog.set_level("INFO")

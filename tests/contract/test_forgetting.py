@@ -34,7 +34,7 @@ def play(monkeypatch):
     return run
 
 
-async def ended(answer: asyncio.Future) -> BaseException | None:
+async def wait_for_end(answer: asyncio.Future) -> BaseException | None:
     """How it ended."""
     (how,) = await asyncio.gather(answer, return_exceptions=True)
     return how if isinstance(how, BaseException) else None
@@ -88,7 +88,7 @@ def test_another_one_of_the_same_id_has_its_own_answer(play):
 def test_the_rest_of_a_batch_with_a_wrong_prompt_is_aborted(play):
     async def scene(manager):
         answer = manager.ask(["a", "b", "c"], text=["x", "x", "x" * (LONGEST + 1)])
-        assert "too long" in str(await ended(answer))
+        assert "too long" in str(await wait_for_end(answer))
         assert manager.requests == manager.aborted == ["a", "b"]
         manager.told_aborted("a")
         await manager.told("b", "abort")
@@ -105,7 +105,7 @@ def test_a_batch_with_an_id_that_is_in_use(play):
     async def scene(manager):
         first = manager.ask("b")
         await settle()
-        assert "Duplicate" in str(await ended(manager.ask(["a", "b"])))
+        assert "Duplicate" in str(await wait_for_end(manager.ask(["a", "b"])))
         await manager.told("b", "length")
         assert await first
         assert not manager.aborted
@@ -126,7 +126,7 @@ def test_a_fault_of_the_server_is_no_malformed_request(play, n):
             manager.request_logger.log_finished_request.side_effect = TypeError("a fault")
         for rid in manager.requests[-n:]:
             await manager.told(rid, "length")
-        assert isinstance(await ended(answer), TypeError)
+        assert isinstance(await wait_for_end(answer), TypeError)
 
     play(scene)
 
@@ -156,7 +156,7 @@ def test_an_update_does_not_wait_for_ever(play, monkeypatch):
         answer = manager.ask("r")
         await settle()
         answer.cancel()
-        await ended(answer)
+        await wait_for_end(answer)
         with pytest.raises(RuntimeError, match="1 requests were aborted, and have not ended for 0 s"):
             await manager.pat_pause_for_update(None).__aenter__()
         await manager.told("r", "abort")
@@ -179,7 +179,7 @@ def test_memory_is_released_once_those_that_were_left_have_ended(play):
         with pytest.raises(ValueError, match="1 requests run"):
             await manager.release_memory_occupation(everything)
         answer.cancel()
-        await ended(answer)
+        await wait_for_end(answer)
         releasing = asyncio.ensure_future(manager.release_memory_occupation(everything))
         await settle()
         assert not released

@@ -16,7 +16,7 @@ from sglang_pat import messages
 from sglang_pat.dropped import FATAL, LOG_SECONDS, Dropped, IsolatingDispatcher, ReadableSocket
 from sglang_pat.layout import ParallelLayout
 
-from .requests_made import tokenized
+from .requests_made import tokenize
 
 pytestmark = pytest.mark.contract
 
@@ -58,7 +58,7 @@ class Heard:
         return lambda *args: self.events.append((name, args[:-1]))
 
 
-def from_ranks(*frames) -> tuple[list, Dropped]:
+def hear_frames(*frames) -> tuple[list, Dropped]:
     from sglang_pat.coordinator.process import _drain_ranks
 
     heard, dropped = Heard(), Dropped()
@@ -84,7 +84,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_a_rank_sends_is_dropped_if_it_cannot_be_read(name):
-    events, dropped = from_ranks(GOOD, BAD[name], GOOD)
+    events, dropped = hear_frames(GOOD, BAD[name], GOOD)
     assert events == [("handle_rank_message", (REPORT,))] * 2, "what comes after it is heard"
     assert dropped.total == 1
 
@@ -92,7 +92,7 @@ def test_what_a_rank_sends_is_dropped_if_it_cannot_be_read(name):
 @pytest.mark.parametrize("kind", ["Prepared", "RankSwitched"])
 def test_a_rank_that_cannot_be_understood_in_a_switch_ends_the_engine(kind):
     with pytest.raises(msgspec.ValidationError):
-        from_ranks((b"p", b"1", msgspec.msgpack.encode({"type": kind, "rank": 1})))
+        hear_frames((b"p", b"1", msgspec.msgpack.encode({"type": kind, "rank": 1})))
 
 
 def test_an_error_while_a_switch_is_accounted_for_ends_the_engine():
@@ -143,7 +143,7 @@ def test_the_detokenizer_drops_what_it_does_not_know_but_no_batch():
     from sglang.srt.managers import io_struct as io
     from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 
-    from sglang_pat.rank.process import AdaptiveDetokenizerManager
+    from sglang_pat.host.process import AdaptiveDetokenizerManager
 
     manager = AdaptiveDetokenizerManager.__new__(AdaptiveDetokenizerManager)
     manager.dropped = Dropped()
@@ -163,6 +163,7 @@ def test_the_server_drops_what_it_cannot_handle(monkeypatch):
     def made(self, server_args, port_args) -> None:
         self.server_args, self.pat_dropped = server_args, Dropped()
         self._result_dispatcher = TypeBasedDispatcher([])
+        self.signal_handler_class = self.is_pause_cond = self.model_update_lock = None
 
     monkeypatch.setattr(TokenizerManager, "__init__", made)
     args = SimpleNamespace(
@@ -264,14 +265,14 @@ def test_a_grammar_that_fails_aborts_its_request_alone():
 def test_a_request_that_cannot_be_handled_is_answered_and_a_step_of_a_switch_is_fatal():
     from sglang.srt.managers import io_struct as io
 
-    from sglang_pat.coordinator.controls import make_error_reply
+    from sglang_pat.host.controls import make_error_reply
 
     def broken(obj):
         raise KeyError("boom")
 
     dropped = Dropped()
     dispatch = IsolatingDispatcher(broken, dropped, FATAL, make_error_reply)
-    answer = dispatch(tokenized(rid="mine"))
+    answer = dispatch(tokenize(rid="mine"))
     assert isinstance(answer, io.AbortReq) and answer.rid == "mine"
     assert answer.finished_reason["type"] == "abort" and "boom" in answer.finished_reason["message"]
     assert dispatch(io.FlushCacheReqInput()).success is False
@@ -284,8 +285,8 @@ def test_a_request_that_cannot_be_handled_is_answered_and_a_step_of_a_switch_is_
 
 def test_every_control_request_has_an_answer_for_failure():
     """Without one its client waits for ever, and so does every switch; what leaders answer must also merge."""
-    from sglang_pat.coordinator.controls import CONTROLS, get_error, make_error_reply
     from sglang_pat.coordinator.process import classify
+    from sglang_pat.host.controls import CONTROLS, get_error, make_error_reply
 
     for kind, (reply, options) in CONTROLS.items():
         answers = [make_error_reply(object.__new__(kind), ValueError("boom")) for _ in range(2)]

@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from sglang_pat.judge.plan import order_layers
-from sglang_pat.judge.residency import STEPS
+from stream_layers.plan import order_layers
+from stream_layers.residency import STEPS
 
 pytestmark = pytest.mark.contract
 
@@ -22,8 +22,8 @@ class World:
     """A judge of :data:`LAYERS` layers that starts with ``start`` of them streamed, and what it finds free."""
 
     def __init__(self, start: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        from sglang_pat.judge import follow
-        from sglang_pat.judge.layers import StreamedLayers
+        from stream_layers import follow
+        from stream_layers.layers import StreamedLayers
 
         self.free = KEPT
         monkeypatch.setattr(follow, "read_available_memory", lambda: self.free)
@@ -119,7 +119,7 @@ def test_ranks_stream_as_many_as_the_one_that_has_to_stream_most(world, monkeypa
 def test_who_follows_its_memory(world, monkeypatch, setting, given, follows):
     from sglang.srt.utils import offloader
 
-    from sglang_pat.judge import attach
+    from stream_layers import attach
 
     judge = world(3)
     monkeypatch.setenv("SGLANG_PAT_STREAM_LAYERS", setting)

@@ -21,7 +21,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sglang_pat.host import batches, kv
 from sglang_pat.host.fixes import penalties
+from sglang_pat.layout import ParallelLayout
 from sglang_pat.rank import degrees
 from sglang_pat.switch import install, requests
 
@@ -62,8 +64,8 @@ def request(number: int, sampling: dict) -> Req:
     return req
 
 
-def launched(count: int, sampling: dict, monkeypatch) -> Counter[str]:
-    for module in (install, penalties):
+def count_launches(count: int, sampling: dict, monkeypatch) -> Counter[str]:
+    for module in (install, batches, kv, penalties):
         monkeypatch.setattr(module, "upload", upload)
     args = SimpleNamespace(
         speculative_algorithm=None, enable_deterministic_inference=False, enable_custom_logit_processor=False,
@@ -75,10 +77,12 @@ def launched(count: int, sampling: dict, monkeypatch) -> Counter[str]:
     pool = TokenToKVPoolAllocator(SLOTS, torch.float32, DEVICE, None, False)
     tree = RadixCache.create_simulated(mock_allocator=pool)
     scheduler = SimpleNamespace(
-        device=DEVICE, tp_size=2, tree_cache=tree, token_to_kv_pool_allocator=pool,
+        device=DEVICE, tree_cache=tree, token_to_kv_pool_allocator=pool,
         req_to_token_pool=ReqToTokenPool(256, 256, DEVICE, False), enable_overlap=False,
         model_config=SimpleNamespace(vocab_size=512), spec_algorithm=SpeculativeAlgorithm.from_string(None),
-        grammar_manager=SimpleNamespace(), grammars=SimpleNamespace(keep=lambda reqs: None),
+        grammar_manager=SimpleNamespace(grammar_queue=[]), waiting_queue=[], running_batch=None, chunked_req=None,
+        _chunked_req_scheduled_last_iter=False, layouts=SimpleNamespace(device=DEVICE, layout=ParallelLayout(2, 1)),
+        grammars=SimpleNamespace(keep=lambda reqs: None),
     )  # fmt: skip
     held = TOKENS + 2  # the last token has no KV yet
     reqs = [request(number, sampling) for number in range(count)]
@@ -105,7 +109,7 @@ SAMPLING = {
 
 @pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
 def test_adopting_launches_as_much_for_many_requests_as_for_few(sampling, monkeypatch):
-    few, many = (launched(count, sampling, monkeypatch) for count in (4, 64))
+    few, many = (count_launches(count, sampling, monkeypatch) for count in (4, 64))
     assert {name: (few[name], many[name]) for name in few | many if few[name] != many[name]} == {}
     assert 0 < many.total() <= 60
 
@@ -123,5 +127,5 @@ def test_one_that_was_retracted_and_has_all_its_kv_is_so_no_more():
     req = request(0, {})
     req.is_retracted = True
     table = ReqToTokenPool(4, 64, "cpu", False)
-    install._write_request_table(SimpleNamespace(req_to_token_pool=table, device="cpu"), [req], [np.arange(5)])
+    kv.write_rows(SimpleNamespace(req_to_token_pool=table, device="cpu"), [req], [np.arange(5)])
     assert not req.is_retracted and req.kv_committed_len == 5

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from sglang.srt.managers import io_struct as io
 
-from sglang_pat.coordinator.controls import CONTROLS
 from sglang_pat.coordinator.process import classify
 from sglang_pat.coordinator.router import Control
+from sglang_pat.host.controls import CONTROLS
 
 pytestmark = pytest.mark.contract
 

@@ -29,13 +29,14 @@ class Saver:
 
 def make(device: str = "cpu", enabled: bool = True) -> tuple[Any, Any, Saver]:
     """The memory of a rank, its model, and the saver."""
+    from sglang_pat.host.kv import KvBuffers
     from sglang_pat.rank.lending import LentMemory
 
     model = torch.nn.Linear(3, 5)
     model.register_buffer("positions", torch.arange(4))
-    pool = SimpleNamespace(k_buffer=[torch.zeros(8, 2, 4)], v_buffer=[torch.zeros(8, 2, 4)])
-    saver = Saver({"weights": [*model.parameters(), *model.buffers()], "kv_cache": pool.k_buffer}, enabled)
-    layouts = SimpleNamespace(base=SimpleNamespace(model=model, kv_pool=pool), runner=SimpleNamespace(device=device))
+    buffers = KvBuffers(k=[torch.zeros(8, 2, 4)], v=[torch.zeros(8, 2, 4)])
+    saver = Saver({"weights": [*model.parameters(), *model.buffers()], "kv_cache": buffers.k}, enabled)
+    layouts = SimpleNamespace(base=SimpleNamespace(model=model, kv=buffers), device=device)
     return LentMemory(SimpleNamespace(memory_saver_adapter=saver, layouts=layouts)), model, saver
 
 

@@ -1,8 +1,9 @@
-"""What the acceptance compares: the linear layers of a layout on views and on copies are the same function."""
+"""What bench/kernels.py compares: the linear layers of a layout on views and on copies are the same function."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +16,12 @@ SHAPE = ModelShape(
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
-def test_views_and_copies_multiply_alike(tp):
-    from sglang_pat.acceptance import linears
+def test_views_and_copies_multiply_alike(tp, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    import kernels
 
     shape = dataclasses.replace(SHAPE)
-    products = linears.build_layer(shape, tp, 3, "cpu", torch.float32)
+    products = kernels.build_layer(shape, tp, 3, "cpu", torch.float32)
     kv = max(1, shape.kv_heads // tp) * shape.head_dim
     widths = [shape.heads // tp * shape.head_dim + 2 * kv, shape.hidden, 2 * shape.intermediate // tp, shape.hidden]
     for product, width in zip(products, widths, strict=True):
@@ -32,8 +34,8 @@ def test_views_and_copies_multiply_alike(tp):
 
 def test_few_tokens_are_multiplied_by_all_pieces_at_once(monkeypatch):
     pytest.importorskip("triton")
+    from sglang_pat.host.layers import PiecewiseLinear
     from sglang_pat.rank import pieces_triton
-    from sglang_pat.rank.weights import PiecewiseLinear
 
     method, weight, seen = PiecewiseLinear(), torch.zeros(64, 32), []
     method.set_pieces([weight[:16], weight[32:48]], None)

@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.memory.machine import GIB, Supply
-from sglang_pat.memory.plan import Demand, compute_default_reserve, get_sglang_chunk_and_batch
+from sglang_pat.memory.plan import GIB, Demand, Supply, compute_default_reserve, get_sglang_chunk_and_batch
 from sglang_pat.memory.shapes import UNGATED, ModelShape, read_config
 from sglang_pat.testing import models
 
-from .checkpoints import MIXTURES, Checkpoint, made_by_transformers
+from .checkpoints import MIXTURES, Checkpoint, make_by_transformers
 
 pytestmark = pytest.mark.contract
 
@@ -23,7 +22,7 @@ FULL = ModelShape(
 )  # fmt: skip
 
 
-def settings_of(gigabytes: int, tp: int):
+def make_settings(gigabytes: int, tp: int):
     """The fields that SGLang fills in for a GPU of that size."""
     from sglang.srt.server_args import ServerArgs
 
@@ -44,7 +43,7 @@ def settings_of(gigabytes: int, tp: int):
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("gigabytes", [16, 24, 40, 80, 141, 192])
 def test_defaults_and_reserve_are_sglangs(gigabytes, tp):
-    args = settings_of(gigabytes, tp)
+    args = make_settings(gigabytes, tp)
     supply = Supply(kind="cuda", free=gigabytes * GIB, total=gigabytes * GIB)
     chunk, graph_batch = get_sglang_chunk_and_batch(supply.total, tp)
     assert (chunk, graph_batch) == (args.chunked_prefill_size, args.cuda_graph_max_bs)
@@ -58,10 +57,10 @@ def test_defaults_and_reserve_are_sglangs(gigabytes, tp):
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "opt", "gpt_bigcode", "gptj"])
 def test_weights_are_those_of_the_model(kind, tmp_path):
     """But for biases, norms and the table of positions, which weigh next to nothing in a real model."""
-    from sglang_pat.launch.spec import read_model_shape
+    from sglang_pat.host.arguments import read_model_shape
 
     ours = kind in models.ARCHITECTURES
-    checkpoint = Checkpoint(models.make_random(kind, tmp_path)) if ours else made_by_transformers(kind, tmp_path)
+    checkpoint = Checkpoint(models.make_random(kind, tmp_path)) if ours else make_by_transformers(kind, tmp_path)
     shape = read_model_shape(checkpoint.rank.config)
     assert shape.mlp_matrices == (3 if ours else 2)
     assert not ours or shape == ModelShape.from_config(read_config(str(tmp_path)), "float32")
@@ -74,7 +73,7 @@ def test_weights_are_those_of_the_model(kind, tmp_path):
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_weights_are_those_of_a_mixture(kind, tmp_path):
     """Of each degree, the experts of all layers and their routers."""
-    from sglang_pat.launch.spec import read_model_shape
+    from sglang_pat.host.arguments import read_model_shape
 
     sizes = dict(layers=2, vocab=512, kv_heads=4, experts=16, expert_width=48)
     checkpoint = Checkpoint(models.make_random(kind, tmp_path, **sizes))
@@ -88,7 +87,7 @@ def test_weights_are_those_of_a_mixture(kind, tmp_path):
 
 
 def test_a_degree_above_the_number_of_experts_is_refused_as_sglang_does(tmp_path):
-    from sglang_pat.launch.spec import read_model_shape
+    from sglang_pat.host.arguments import read_model_shape
 
     checkpoint = Checkpoint(models.make_random("qwen3_moe", tmp_path, layers=1, experts=4))
     reason = read_model_shape(checkpoint.rank.config).find_reason_against_degree(8)

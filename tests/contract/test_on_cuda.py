@@ -10,9 +10,10 @@ from sglang.srt import server_args as sglang_arguments
 
 from profiler import launch
 from sglang_pat import preflight
+from sglang_pat.host import arguments
 from sglang_pat.host.fixes import jit
-from sglang_pat.launch import spec as specs
-from sglang_pat.memory.machine import GIB
+from sglang_pat.launch.spec import resolve_spec
+from sglang_pat.memory.plan import GIB
 from sglang_pat.predict import profile as profiles
 
 from .checkpoints import MIXTURES, write_mixture_config
@@ -33,7 +34,7 @@ def h100s(monkeypatch):
     given["get_device_name"] = "NVIDIA H100 80GB HBM3"
     for name, answer in given.items():
         monkeypatch.setattr(sglang_arguments, name, lambda *_, answer=answer: answer)
-    monkeypatch.setattr(specs, "is_cuda", lambda: True)
+    monkeypatch.setattr(arguments, "is_cuda", lambda: True)
     monkeypatch.delenv("SGLANG_PAT_SHARE_GPU", raising=False)
     cuda = {
         "is_available": lambda: True, "device_count": lambda: len(USED), "get_device_name": lambda *_: "NVIDIA H100",
@@ -44,19 +45,19 @@ def h100s(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, answer)
 
 
-def made(model, *flags: str, policy=launch.MANUAL):
+def make_arguments(model, *flags: str, policy=launch.MANUAL):
     """The arguments of an engine of two ranks."""
     return launch.make_server_args(str(model), ["--tp", "1", "--dp", "2", *flags], policy)
 
 
 def test_arguments_and_graphs(h100s, model):
-    args = made(model)
+    args = make_arguments(model)
     assert args.device == "cuda" and args.page_size == 1 and not args.disable_overlap_schedule
     assert args.attention_backend == "fa3" and args.disable_piecewise_cuda_graph and not args.disable_cuda_graph
     assert not args.disable_custom_all_reduce and args.chunked_prefill_size == 8192
-    sizes = specs.resolve_spec(args).graph_sizes
+    sizes = resolve_spec(arguments.read_deployment(args)).graph_sizes
     assert max(sizes[1]) == 256 and sizes[2]
-    assert made(model, "--pat-weights", "reshard", "--disable-cuda-graph").disable_cuda_graph
+    assert make_arguments(model, "--pat-weights", "reshard", "--disable-cuda-graph").disable_cuda_graph
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
@@ -66,10 +67,10 @@ def test_a_mixture_starts_without_a_flag(h100s, tmp_path, kind, base):
     model, (tp, dp) = write_mixture_config(tmp_path, kind), map(str, base)
     plain = sglang_arguments.ServerArgs(model_path=str(model), tp_size=base[0])
     assert plain.enable_flashinfer_allreduce_fusion == (kind == "qwen3_moe"), "SGLang no longer does so"
-    args = made(model, "--tp", tp, "--dp", dp)
+    args = make_arguments(model, "--tp", tp, "--dp", dp)
     assert not args.enable_flashinfer_allreduce_fusion and args.moe_runner_backend == "triton"
     with pytest.raises(ValueError, match="enable-flashinfer-allreduce-fusion: leave it out"):
-        made(model, "--tp", tp, "--dp", dp, "--enable-flashinfer-allreduce-fusion")
+        make_arguments(model, "--tp", tp, "--dp", dp, "--enable-flashinfer-allreduce-fusion")
 
 
 def test_on_blackwell_experts_run_in_triton(h100s, tmp_path, monkeypatch):
@@ -80,36 +81,38 @@ def test_on_blackwell_experts_run_in_triton(h100s, tmp_path, monkeypatch):
     model = write_mixture_config(tmp_path, "qwen3_moe")
     plain = sglang_arguments.ServerArgs(model_path=str(model), attention_backend="triton")
     assert plain.moe_runner_backend == "flashinfer_trtllm", "SGLang no longer does so"
-    assert made(model, *flags).moe_runner_backend == "triton"
+    assert make_arguments(model, *flags).moe_runner_backend == "triton"
     with pytest.raises(ValueError, match="--moe-runner-backend flashinfer_trtllm: must be triton; leave it out$"):
-        made(model, *flags, "--moe-runner-backend", "flashinfer_trtllm")
+        make_arguments(model, *flags, "--moe-runner-backend", "flashinfer_trtllm")
 
 
 def test_memory_is_planned_for_the_gpu_that_has_least_as_preflight_does(h100s, model, monkeypatch, caplog):
-    args = made(model, policy=())
-    spec = specs.resolve_spec(args)
+    args = make_arguments(model, policy=())
+    spec = resolve_spec(arguments.read_deployment(args))
     supply = spec.memory.supply
     assert (supply.kind, supply.free, supply.total) == ("cuda", 72 * GIB, 79 * GIB)
-    planned = specs.set_pool_size(args, spec.memory)
+    planned = arguments.set_pool_size(args, spec.memory)
     assert 0 < planned.mem_fraction_static < 72 / 79 and planned.max_total_tokens > 100_000
     asked = SimpleNamespace(model_path=str(model), dtype="auto", tp=1, dp=2, gpus=None, max_total_tokens=None)
     found = preflight.plan_memory(asked)
     assert found.supply == supply and found.tokens == spec.memory.tokens
     monkeypatch.setenv("SGLANG_PAT_SHARE_GPU", "1")
-    assert specs.resolve_spec(args).memory.supply.free == 76 * GIB // 2, "both ranks run on the first one"
+    assert resolve_spec(arguments.read_deployment(args)).memory.supply.free == 76 * GIB // 2, (
+        "both ranks run on the first one"
+    )
     monkeypatch.delenv("SGLANG_PAT_SHARE_GPU")
     with pytest.raises(ValueError, match="4 ranks need GPUs 0 to 3, 2 are visible: choose --tp and --dp"):
-        specs.resolve_spec(made(model, "--dp", "4"))
+        resolve_spec(arguments.read_deployment(make_arguments(model, "--dp", "4")))
 
 
 def test_a_profile_is_of_one_kind_of_gpu(h100s, model, monkeypatch):
-    args = made(model)
-    mark = specs.make_fingerprint(args, args.read_config(), kv_tokens=4096, max_running=8)
+    args = make_arguments(model)
+    mark = arguments.make_fingerprint(args, args.read_config(), kv_tokens=4096, max_running=8)
     assert (mark.device, mark.attention, mark.kv_exchange) == ("NVIDIA H100", "fa3", "direct")
     profile = profiles.Profile(fingerprint=mark, complete=True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     with pytest.raises(profiles.ProfileError, match="device='NVIDIA H100', this deployment has 'NVIDIA H200'"):
-        profiles.check_fits(profile, specs.make_fingerprint(args, args.read_config()), "p.json")
+        profiles.check_fits(profile, arguments.make_fingerprint(args, args.read_config()), "p.json")
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ class World:
         self.rank, self.moved = 0, []
         self.layouts = SimpleNamespace(
             base=SimpleNamespace(model=model),
-            runner=SimpleNamespace(dtype=dtype),
+            dtype=dtype,
             resharding=True,
             reshard=lambda old, new: self.moved.append((old.tp, new.tp)),
         )
@@ -81,8 +81,8 @@ SOME = torch.tensor([[0.05]] * 4 + [[1.0]] * 12)
     (torch.bfloat16, make_mixture, torch.full((16, 1), 0.4), True),
 ])  # fmt: skip
 def test_what_is_refused(monkeypatch, dtype, make, off, refused):
+    from sglang_pat.errors import Unsupported
     from sglang_pat.rank.output_check import check_outputs
-    from sglang_pat.rank.weights import Unsupported
 
     world = World(monkeypatch, dtype, make(), {4: off})
     if not refused:
@@ -95,8 +95,8 @@ def test_what_is_refused(monkeypatch, dtype, make, off, refused):
 
 
 def test_a_forward_pass_that_fails_is_refused_in_one_line():
+    from sglang_pat.errors import Unsupported
     from sglang_pat.rank import output_check
-    from sglang_pat.rank.weights import Unsupported
 
     done = []
 
@@ -134,7 +134,7 @@ def test_dummy_weights_are_the_same_afterwards(dtype):
 
 def test_placeholders_keep_their_first_value():
     """By which SGLang's Transformers backend knows what kind of norm it has; also what torch's own layers set."""
-    from sglang_pat.rank.weights import _skip_allocation
+    from sglang_pat.host.layers import _skip_allocation
 
     class Norm(torch.nn.Module):
         def __init__(self, value: float) -> None:

@@ -117,7 +117,9 @@ def test_who_waits_keeps_its_routed_experts(monkeypatch):
     monkeypatch.setattr(ScheduleBatch, "release_req", lambda batch, *_: rows.view(-1)[8:].zero_())  # slots are others'
     outputs.keep_routed_experts()
     reqs = [
-        SimpleNamespace(return_routed_experts=True, routed_experts_start_len=1, seqlen=4, req_pool_idx=0)
+        SimpleNamespace(
+            return_routed_experts=True, routed_experts_start_len=1, seqlen=4, req_pool_idx=0, routed_experts=None
+        )
         for _ in range(3)
     ]
     pool = SimpleNamespace(req_to_token=torch.tensor([[5, 6, 7, 0]]))
@@ -126,4 +128,4 @@ def test_who_waits_keeps_its_routed_experts(monkeypatch):
         outputs.collect_experts(req, torch.tensor(slots, dtype=torch.int64))
     assert reqs[0].routed_experts.tolist() == [[[12, 13]], [[14, 15]]]
     assert reqs[1].routed_experts.tolist() == [[[2, 3]], [[4, 5]]] and reqs[1].routed_experts.dtype == torch.int32
-    assert not hasattr(reqs[2], "routed_experts")
+    assert reqs[2].routed_experts is None

@@ -16,7 +16,8 @@ import sglang_pat
 pytestmark = pytest.mark.contract
 
 PACKAGE = Path(sglang_pat.__file__).parent
-OTHERS = ["host/fixes/penalties.py", "cpu/windows.py"]
+HOST = [f"host/{name}.py" for name in ("batches", "grammars", "groups", "kv", "loop", "requests", "tree")]
+OTHERS = [*HOST, "host/fixes/penalties.py", "cpu/windows.py"]
 SWITCH = [str(path.relative_to(PACKAGE)) for path in sorted(PACKAGE.glob("switch/*.py")) if path.name != "transfer.py"]
 PAUSE = SWITCH + OTHERS
 """What runs between QUIESCE and RESUME, but for SGLang's own code and ``drain``, which waits for the step in flight."""
@@ -24,19 +25,21 @@ PAUSE = SWITCH + OTHERS
 READS = {"cpu", "item", "tolist", "numpy", "nonzero", "to", "cuda", "synchronize"}
 """Methods that wait, or may."""
 IN_HOST_MEMORY = {
-    ("switch/install.py", "enter", "numpy"): "the tree's slots are uploaded when all are entered",
+    ("host/tree.py", "leave_kv", "numpy"): "the tree's slots are uploaded when all are entered",
     ("switch/requests.py", "send_capsules", "numpy"): "capsules travel in host memory",
-    ("switch/requests.py", "restore_state", "tolist"): "arrays of a capsule",
-    ("switch/requests.py", "unpickle_request", "tolist"): "arrays of a capsule",
+    ("host/requests.py", "write_state", "tolist"): "arrays of a capsule",
+    ("host/requests.py", "unseal", "tolist"): "arrays of a capsule",
+    ("host/batches.py", "read_sampled_tokens", "tolist"): "in no pause: test builds, after a step",
     ("switch/executor.py", "_vote", "item"): "votes go through shared memory",
     ("switch/requests.py", "is_engine_idle", "item"): "in no pause: before memory is released, as a vote",
     ("switch/kv.py", "__init__", "tolist"): "arrays of the plan",
     ("switch/kv_triton.py", "_move", "to"): "inside the kernel",
-    ("switch/install.py", "_decode_batch", "to"): "from type to type, on the device",
+    ("host/batches.py", "make_decode_batch", "to"): "from type to type, on the device",
 }
 WAITS = {
     ("switch/kv.py", "run"): "the end of the exchange",
-    ("switch/requests.py", "read_kv_rows"): "the request table",
+    ("host/kv.py", "read_rows"): "the request table",
+    ("switch/requests.py", "read_kv_rows"): "what lies in the radix tree",
 }
 COMPARISON = {
     ("rank/layouts.py", "reshard"): "the end of it, --pat-weights reshard",
@@ -78,6 +81,6 @@ def test_nothing_else_in_a_pause_waits_for_the_device():
     assert IN_HOST_MEMORY.keys() - found == set(), "no longer there"
 
 
-def test_the_device_is_waited_for_twice_beside_the_step_in_flight():
+def test_the_device_is_waited_for_three_times_beside_the_step_in_flight():
     everywhere = [str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if path.name != "transfer.py"]
     assert set().union(*map(users, everywhere)) == WAITS.keys() | COMPARISON.keys() | LENT.keys()

@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.managers import scheduler as stock
 from sglang.srt.managers.scheduler_runtime_checker_mixin import create_scheduler_watchdog
 
-from sglang_pat.rank.scheduler import AdaptiveScheduler
+from sglang_pat.host.scheduler import AdaptiveScheduler
 from sglang_pat.rank.step_gate import StepGate
 
 pytestmark = pytest.mark.contract

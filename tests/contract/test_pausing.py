@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sglang.srt.managers import io_struct as io
 
+from sglang_pat.host import tokenizer
 from sglang_pat.host.fixes import pauses
 from sglang_pat.host.fixes.weight_updates import NOT_FLUSHED
 from sglang_pat.server.tokenizer import AdaptiveTokenizerManager
@@ -74,7 +75,7 @@ def reasons(call: Call) -> list[str]:
 
 def test_a_client_that_leaves_the_gate(monkeypatch):
     """SGLang's server does not cancel the handler of a request whose client has gone; it is looked for."""
-    monkeypatch.setattr(pauses, "CLIENT_SECONDS", 1e-3)
+    monkeypatch.setattr(tokenizer, "CLIENT_SECONDS", 1e-3)
 
     async def scene(world, manager):
         async def gone() -> bool:

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from profiler import sweep, validate
+from sglang_pat.launch_server import launch
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.profile import DecodePoint, Profile, SwitchSample
-from sglang_pat.server.http import launch
 from sglang_pat.tools.commands import run
 
 from .checkpoints import MIXTURES, write_mixture_config
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.contract
 
 
 def arguments(model, **options):
-    from sglang_pat.launch.spec import AdaptiveServerArgs
+    from sglang_pat.host.arguments import AdaptiveServerArgs
 
     base = dict(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True, dtype="float32")
     return AdaptiveServerArgs(**base | options)
@@ -25,7 +25,7 @@ def arguments(model, **options):
 
 @pytest.fixture(scope="module")
 def profile(model, tmp_path_factory):
-    from sglang_pat.launch.spec import make_fingerprint
+    from sglang_pat.host.arguments import make_fingerprint
 
     path = tmp_path_factory.mktemp("profile") / "llama.json"
     decode = [DecodePoint(tp=tp, replicas=2 // tp, batch=1, context=64, seconds=0.01, samples=(0.01,)) for tp in (1, 2)]
@@ -49,7 +49,7 @@ def profile(model, tmp_path_factory):
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_experts_belong_to_a_deployment(tmp_path, kind):
-    from sglang_pat.launch.spec import make_fingerprint
+    from sglang_pat.host.arguments import make_fingerprint
 
     def describe(**changes) -> str:
         folder = write_mixture_config(tmp_path / "_".join(changes), kind, **changes)  # SGLang remembers a folder's
@@ -63,9 +63,10 @@ def test_experts_belong_to_a_deployment(tmp_path, kind):
 
 
 def check(args) -> None:
-    from sglang_pat.launch.spec import read_profile
+    from sglang_pat.host.arguments import read_deployment
+    from sglang_pat.launch.spec import resolve_spec
 
-    read_profile(args, args.read_config())
+    resolve_spec(read_deployment(args))
 
 
 def test_fits_and_means_survival(model, profile, tmp_path):
@@ -106,7 +107,8 @@ def test_another_link_is_refused(model, profile, monkeypatch):
         check(arguments(model, pat_profile=str(profile)))
 
 
-def test_the_command_says_it_in_one_line(model, profile):
+def test_the_command_says_it_in_one_line(model, profile, monkeypatch):
+    monkeypatch.setattr("sglang_pat.launch.processes.fork_here", lambda: None)
     words = f"--model-path {model} --tp 1 --dp 2 --adaptive-tp --dtype bfloat16 --pat-profile {profile}".split()
     with pytest.raises(SystemExit, match="^error: .*dtype='float32'"):
         launch(words)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.contract
 
 
 def arguments(model, **options):
-    from sglang_pat.launch.spec import AdaptiveServerArgs
+    from sglang_pat.host.arguments import AdaptiveServerArgs
 
     return AdaptiveServerArgs(**dict(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True) | options)
 
@@ -130,7 +130,7 @@ def test_sizes_may_have_other_names(tmp_path, architecture):
     from sglang.srt import configs
     from sglang.srt.configs.model_config import ModelConfig
 
-    from sglang_pat.launch.spec import read_model_shape
+    from sglang_pat.host.arguments import read_model_shape
     from sglang_pat.memory.shapes import ModelShape, read_config
 
     name, intermediate = OTHER_NAMES[architecture]
@@ -173,7 +173,7 @@ def test_accepted(model):
 
 def test_graphs_and_weights_that_move_exclude_each_other(model):
     """On CUDA, where there are graphs; read here on arguments of a CPU."""
-    from sglang_pat.launch.spec import refuse_graphs
+    from sglang_pat.host.arguments import refuse_graphs
 
     args = arguments(model, pat_weights="reshard")
     args.device = "cuda"
@@ -186,19 +186,19 @@ def test_graphs_and_weights_that_move_exclude_each_other(model):
 
 def test_each_layout_has_its_graphs_and_prefill_has_none(model):
     """What the ranks are told; SGLang's own choice of batch sizes for the base layout."""
-    from sglang_pat.launch import spec as specs
+    from sglang_pat.host.arguments import format_gpu_lines, read_deployment
+    from sglang_pat.launch.spec import resolve_spec
 
     args = arguments(model, dp_size=4, pat_switch_at=3, pat_candidates="1,2,4")
     assert args.disable_piecewise_cuda_graph
     args.cuda_graph_bs, config = [1, 2, 4, 8, 16, 32], args.read_config()
-    sizes = specs.choose_graph_sizes(args, config, None)
-    assert sizes == {1: [1, 2, 4, 8, 16, 32], 2: [1, 2, 4, 8], 4: [1, 2, 4, 8]}
-    spec = specs.resolve_spec(args)
+    spec = resolve_spec(read_deployment(args))
+    sizes = {1: [1, 2, 4, 8, 16, 32], 2: [1, 2, 4, 8], 4: [1, 2, 4, 8]}
     assert (spec.config, spec.graph_sizes, spec.gpus) == (config, sizes, (0, 1, 2, 3))
     args.pat_graphs_given = True  # who names sizes means all layouts
-    assert specs.choose_graph_sizes(args, config, None) == dict.fromkeys((1, 2, 4), args.cuda_graph_bs)
+    assert resolve_spec(read_deployment(args)).graph_sizes == dict.fromkeys((1, 2, 4), args.cuda_graph_bs)
     args.disable_cuda_graph = False
-    assert specs.format_gpu_lines(args, spec)[1:] == [
+    assert format_gpu_lines(args, spec)[1:] == [
         "decode graphs: tp1 up to batch 32, tp2 up to batch 8, tp4 up to batch 8; "
         "prefill runs without CUDA graphs in every layout",
         "ranks 0 to 3 run on GPUs 0 1 2 3 (--pat-gpu-order rank)",
@@ -206,7 +206,7 @@ def test_each_layout_has_its_graphs_and_prefill_has_none(model):
 
 
 def test_views_show_one_engine_outside_and_one_replica_inside(model):
-    from sglang_pat.launch.spec import make_rank_view, prepare_start
+    from sglang_pat.host.arguments import make_rank_view, prepare_start
 
     args = arguments(model, tp_size=2, dp_size=2)
     outer = prepare_start(args)
@@ -217,25 +217,3 @@ def test_views_show_one_engine_outside_and_one_replica_inside(model):
     assert not {"spec", "_spec"} & set(dataclasses.asdict(outer)), "clients see the fields"
     inner = make_rank_view(outer)
     assert (inner.tp_size, inner.dp_size) == (2, 1)
-
-
-def test_what_is_gone_says_what_to_use(monkeypatch):
-    from fastapi import FastAPI
-    from starlette.testclient import TestClient
-
-    from sglang_pat import removed
-    from sglang_pat.server import http
-    from sglang_pat.server.engine import Engine
-
-    monkeypatch.setitem(removed.ROUTES, "DELETE /pat/old/{job}", "use /pat/new")
-    monkeypatch.setitem(removed.METHODS, "old", "use new")
-    monkeypatch.setitem(removed.SETTINGS, "old_thing", "use --pat-policy")
-    http.add_routes(app := FastAPI())
-    answer = TestClient(app).delete("/pat/old/x")
-    assert answer.status_code == 410
-    assert answer.json()["error"]["message"] == "DELETE /pat/old/{job} is gone: use /pat/new"
-    with pytest.raises(AttributeError, match=r"^Engine\.old is gone: use new$"):
-        object.__new__(Engine).old()
-    for start in (lambda: http.parse_args(["--pat-old-thing", "3"]), lambda: Engine(adaptive_tp=True, pat_old_thing=3)):
-        with pytest.raises(ValueError, match="old.thing is gone: use --pat-policy$"):
-            start()

@@ -16,7 +16,7 @@ from sglang_pat.host.fixes import request_validation as validation
 from sglang_pat.host.fixes import stop_patterns
 from sglang_pat.messages import count_prefix_tokens, get_length_limit
 
-from .requests_made import asked, tokenized
+from .requests_made import ask, tokenize
 
 pytestmark = pytest.mark.contract
 
@@ -53,8 +53,8 @@ def test_parameters_taken(given, taken):
     assert validation.check_sampling_params(given) == taken
 
 
-def nested(depth: int) -> dict:
-    return {"a": [nested(depth - 1)]} if depth else {}
+def nest(depth: int) -> dict:
+    return {"a": [nest(depth - 1)]} if depth else {}
 
 
 PARAMETERS = [
@@ -76,7 +76,7 @@ PARAMETERS = [
     ({"custom_params": {"pat_generated": -1}}, "pat_generated is -1"),
     ({"custom_params": {"pat_round": "a\n"}}, "pat_round is 'a\\n', must be the name of a round"),
     ({"custom_params": {"pat_round": 3}}, "pat_round is 3, must be the name of a round"),
-    ({"custom_params": nested(60)}, "custom_params: nested"),
+    ({"custom_params": nest(60)}, "custom_params: nested"),
     ({"unknown": 1}, "unknown"),
     ({5: 1}, "key"),
     ("abc", "must be an object"),
@@ -118,8 +118,8 @@ TOKENIZED = [
 @pytest.mark.parametrize(
     "check, given, what",
     [(validation.check_sampling_params, *case) for case in PARAMETERS]
-    + [(lambda fields: validation.check_request(asked(**fields), "/generate"), *case) for case in REQUESTS]
-    + [(lambda fields: validation.check_tokenized(tokenized(**fields), VOCAB, TOKENIZER), *case) for case in TOKENIZED],
+    + [(lambda fields: validation.check_request(ask(**fields), "/generate"), *case) for case in REQUESTS]
+    + [(lambda fields: validation.check_tokenized(tokenize(**fields), VOCAB, TOKENIZER), *case) for case in TOKENIZED],
     ids=lambda value: "" if callable(value) else str(value)[:40],
 )
 def test_refused_in_one_line(check, given, what):
@@ -132,24 +132,24 @@ def test_refused_in_one_line(check, given, what):
 @pytest.mark.parametrize("params", [{"stop": "a"}, {"stop_regex": "a"}, {"min_new_tokens": 1}])
 def test_what_needs_a_tokenizer(params):
     with pytest.raises(ValueError, match="need a tokenizer"):
-        validation.check_tokenized(tokenized(params), VOCAB, None)
+        validation.check_tokenized(tokenize(params), VOCAB, None)
 
 
 def test_requests_taken():
     same = [{"stop_regex": "a" * 1000}] * 1000
-    validation.check_request(asked(rid="mine", sampling_params=same, input_ids=[[1]] * 1000), "/generate")
-    validation.check_request(asked(rid="mine", sampling_params=[{"n": None}] * 2, input_ids=[[1], [2]]), "/generate")
-    validation.check_request(asked(rid="pat-0-1"), None)  # the engine's own
-    validation.check_request(asked(rid="HEALTH_CHECK_1"), "/health_generate")
-    request = asked(http_worker_ipc="ipc:///tmp/mine")
+    validation.check_request(ask(rid="mine", sampling_params=same, input_ids=[[1]] * 1000), "/generate")
+    validation.check_request(ask(rid="mine", sampling_params=[{"n": None}] * 2, input_ids=[[1], [2]]), "/generate")
+    validation.check_request(ask(rid="pat-0-1"), None)  # the engine's own
+    validation.check_request(ask(rid="HEALTH_CHECK_1"), "/health_generate")
+    request = ask(http_worker_ipc="ipc:///tmp/mine")
     validation.check_request(request, "/generate")
     assert request.http_worker_ipc is None, "outputs go nowhere else"
     for fields in (
         dict(token_ids_logprob=[2, 3], top_logprobs_num=VOCAB, priority=-3, extra_key="a"),
         dict(logprob_start_len=2**40),
     ):
-        validation.check_tokenized(tokenized(**fields), VOCAB, TOKENIZER)
-    request = tokenized({"stop_token_ids": [5, 10**7, -1]})
+        validation.check_tokenized(tokenize(**fields), VOCAB, TOKENIZER)
+    request = tokenize({"stop_token_ids": [5, 10**7, -1]})
     validation.check_tokenized(request, VOCAB, TOKENIZER)
     assert request.sampling_params.stop_token_ids == {5}, "SGLang uses them as indices"
 
@@ -163,10 +163,8 @@ def test_health_checks_come_in_below_a_root_path(root):
 
 @pytest.mark.parametrize("known, left", [(None, None), (["team"], {"team": "a"})])
 def test_labels_that_no_metric_has_are_left_out(known, left):
-    manager = validation.ValidatingTokenizerManager.__new__(validation.ValidatingTokenizerManager)
-    manager.server_args = SimpleNamespace(tokenizer_metrics_allowed_custom_labels=known)
-    request = asked(custom_labels={"team": "a", "other": "b"})
-    manager.pat_admit(request, None)
+    request = ask(custom_labels={"team": "a", "other": "b"})
+    validation.drop_unknown_labels(request, SimpleNamespace(tokenizer_metrics_allowed_custom_labels=known))
     assert request.custom_labels == left
 
 
@@ -250,7 +248,7 @@ def test_a_request_that_names_its_round_is_reported_under_that_name():
         (work,) = classify(obj)
         assert (work.round, obj.sampling_params.custom_params) == (name, left)
         work.mark(name or "guessed")
-        requests = [SimpleNamespace(pat_request=obj)] * 2 + [SimpleNamespace(pat_request=asked)]
+        requests = [SimpleNamespace(pat_request=obj)] * 2 + [SimpleNamespace(pat_request=ask)]
         assert load_reports._list_rounds(requests) == [name or "guessed"]
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import pkgutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +10,6 @@ from sglang_pat.launch import contract
 from sglang_pat.version import SGLANG_VERSIONS
 
 pytestmark = pytest.mark.contract
-
-PACKAGES = ("launch", "server", "coordinator", "rank", "switch", "fixes", "checks")
-"""With our classes that are made of SGLang's."""
 
 
 def test_version():
@@ -58,36 +51,6 @@ def test_a_symbol_that_has_changed_is_named():
         assert contract.Symbol.parse(line).find_problem() == f"parameters changed: {parameter}"
 
 
-def test_all_that_is_overridden_is_in_the_list():
-    listed = {f"{symbol.module}:{symbol.name}" for symbol in contract.read_symbols()}
-    missing = {min(names) for kind in ours() for names in overridden(kind) if not names & listed}
-    assert not missing, "to be added to contract.txt"
-
-
-def ours() -> Iterator[type]:
-    """Our classes that are made of SGLang's."""
-    import sglang_pat as package
-
-    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        if module.name.split(".")[1] in PACKAGES and "._site" not in module.name:
-            for kind in vars(importlib.import_module(module.name)).values():
-                if inspect.isclass(kind) and kind.__module__ == module.name and theirs(kind):
-                    yield kind
-
-
-def theirs(kind: type) -> list[type]:
-    return [one for one in kind.__mro__ if one.__module__.startswith("sglang.")]
-
-
-def overridden(kind: type) -> Iterator[set[str]]:
-    """Each method of SGLang's that ``kind`` overrides: its names, of which one is to be in the list."""
-    for name, value in vars(kind).items():
-        function = getattr(value, "__func__", value)
-        if inspect.isfunction(function) and function.__code__.co_filename == inspect.getfile(kind):
-            if any(name in vars(one) for one in theirs(kind)):
-                yield {f"{one.__module__}:{one.__qualname__}.{name}" for one in theirs(kind)}
-
-
 LOCAL = (
     # given again by the tokenized request
     "rid origin_input_text origin_input_ids_unpadded session input_embeds positional_embed_overrides token_type_ids "
@@ -118,15 +81,13 @@ def test_every_request_attribute_is_accounted_for():
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    from sglang_pat.switch.requests import CARRIED
+    from sglang_pat.host.requests import CARRIED, LATE
 
     req = Req("rid", "text", [1, 2], SamplingParams(), return_logprob=True)
     unknown = set(vars(req)) - set(CARRIED) - set(LOCAL)
     assert not unknown, f"new attributes of Req: {sorted(unknown)}"
     assert not set(CARRIED) & set(LOCAL)
-    # SGLang sets these on first use.
-    late = {"cur_decode_ids_len", "input_top_logprobs_val"}
-    gone = set(CARRIED) - set(vars(req)) - late
+    gone = set(CARRIED) - set(vars(req)) - LATE
     assert not gone, f"attributes that Req no longer has: {sorted(gone)}"
 
 
@@ -138,7 +99,7 @@ def test_reseeding_is_sglangs():
     import torch
     from sglang.srt.utils import set_random_seed
 
-    from sglang_pat.rank.scheduler import set_seed
+    from sglang_pat.host.scheduler import set_seed
 
     def draw() -> tuple:
         return random.random(), float(np.random.rand()), torch.rand(3).tolist()
@@ -161,6 +122,7 @@ def test_a_request_is_sealed_once():
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
+    from sglang_pat.host.requests import unseal
     from sglang_pat.rank import degrees
     from sglang_pat.switch import requests
 
@@ -175,7 +137,7 @@ def test_a_request_is_sealed_once():
     req.output_ids = [1, 2]
     capsule = requests.serialize_request(req)
     assert given.input_ids == [5, 6, 70_000]
-    request, prompt = requests.unpickle_request(capsule.sealed)
+    request, prompt = unseal(capsule.sealed)
     assert request.input_ids == prompt.tolist() == given.input_ids
     assert request.rid == "r" and request.top_logprobs_num == 2
     assert request.sampling_params.temperature == 0.5 and capsule.output.tolist() == [1, 2]
@@ -187,7 +149,7 @@ def test_every_scheduler_request_type_is_known():
     """Each reply the TokenizerManager waits for must be one that the coordinator merges."""
     from sglang.srt.managers import tokenizer_control_mixin as control
 
-    from sglang_pat.coordinator.controls import CONTROLS
+    from sglang_pat.host.controls import CONTROLS
 
     answered = {reply.__name__ for reply, _ in CONTROLS.values()}
     expected = {spec[1].__name__ for spec in control._COMMUNICATOR_SPECS}

@@ -11,7 +11,7 @@ from sglang_pat.rank.shards import Block, ShardSpec
 from sglang_pat.testing import models
 from sglang_pat.testing.models import ARCHITECTURES
 
-from .checkpoints import MIXTURES, Checkpoint, made_by_transformers
+from .checkpoints import MIXTURES, Checkpoint, make_by_transformers
 
 pytestmark = pytest.mark.contract
 
@@ -45,8 +45,8 @@ def small(request, tmp_path_factory) -> Checkpoint:
 
 def find_pieces(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
     """Of each parameter that lies in several: name in the whole model, pieces along its rows."""
-    from sglang_pat.rank.experts import PiecewiseExperts
-    from sglang_pat.rank.weights import PiecewiseLinear
+    from sglang_pat.host.experts import PiecewiseExperts
+    from sglang_pat.host.layers import PiecewiseLinear
 
     found = {}
     for name, module in model.named_modules():
@@ -79,22 +79,22 @@ def layouts(base_tp: int) -> list[ParallelLayout]:
 
 @pytest.mark.parametrize("base_tp", [1, 2])
 def test_views_are_what_the_loader_loads(checkpoint, base_tp):
-    views_are_loaded(checkpoint, base_tp)
+    check_views(checkpoint, base_tp)
 
 
 @pytest.mark.parametrize("kind", ["opt", "gpt_bigcode", "gptj"])
 def test_views_of_models_whose_sizes_have_other_names(kind, tmp_path):
     from sglang_pat.host.fixes.weight_updates import ExpectedWeights
 
-    checkpoint = made_by_transformers(kind, tmp_path)
-    views_are_loaded(checkpoint, 1)
+    checkpoint = make_by_transformers(kind, tmp_path)
+    check_views(checkpoint, 1)
     shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
     assert ExpectedWeights(checkpoint.empty(BASE, 0)).find_problem(shapes.items()) is None, (
         "an update has the checkpoint's"
     )
 
 
-def views_are_loaded(checkpoint: Checkpoint, base_tp: int) -> None:
+def check_views(checkpoint: Checkpoint, base_tp: int) -> None:
     from sglang_pat.rank.shard_check import check_heads, check_shards
     from sglang_pat.rank.weights import Views
 
@@ -239,9 +239,11 @@ def test_a_layer_in_pieces_multiplies_as_one(qwen2, shape):
 
 def test_a_wrong_idea_of_the_shards_is_found(llama, monkeypatch):
     """Intervals that are not the loader's: the parameter is named in one line."""
-    from sglang_pat.rank import shard_check, weights
+    from sglang_pat.host import layers
+    from sglang_pat.rank import shard_check
+    from sglang_pat.rank.shards import ShardError
 
-    specs = weights.make_shard_specs
+    specs = layers.make_shard_specs
 
     def wrong(model):
         found = specs(model)
@@ -250,8 +252,8 @@ def test_a_wrong_idea_of_the_shards_is_found(llama, monkeypatch):
 
     for tp_rank in range(2):
         shard_check.check_shards(llama.rank.make_model(2, tp_rank), 2, tp_rank)
-    monkeypatch.setattr(shard_check, "make_shard_specs", wrong)
-    with pytest.raises(weights.ShardError, match=r"model\.layers\.0\.mlp\.gate_up_proj\.weight at tp=2") as caught:
+    monkeypatch.setattr(layers, "make_shard_specs", wrong)
+    with pytest.raises(ShardError, match=r"model\.layers\.0\.mlp\.gate_up_proj\.weight at tp=2") as caught:
         shard_check.check_shards(llama.rank.make_model(2, 1), 2, 1)
     assert "\n" not in str(caught.value)
 
@@ -259,9 +261,9 @@ def test_a_wrong_idea_of_the_shards_is_found(llama, monkeypatch):
 def test_attention_that_is_not_cut_is_found(tmp_path):
     """SGLang's GPT-2 gives each rank's attention all heads, so it runs at tp 1 only."""
     from sglang_pat.rank.shard_check import check_heads
-    from sglang_pat.rank.weights import ShardError
+    from sglang_pat.rank.shards import ShardError
 
-    gpt2 = made_by_transformers("gpt2", tmp_path)
+    gpt2 = make_by_transformers("gpt2", tmp_path)
     check_heads(gpt2.rank.make_model(1, 0), 1, 8)
     with pytest.raises(
         ShardError, match=r"transformer\.h\.0\.attn\.attn at tp=2: .* 8 KV heads .* must be 4: this model"
@@ -272,7 +274,7 @@ def test_attention_that_is_not_cut_is_found(tmp_path):
 def test_a_loader_of_its_own_is_found(llama):
     """A layer that deals its rows in another order than its class says."""
     from sglang_pat.rank.shard_check import check_shards
-    from sglang_pat.rank.weights import ShardError
+    from sglang_pat.rank.shards import ShardError
 
     model = llama.rank.make_model(2, 1)
     param = model.get_parameter("model.layers.0.self_attn.o_proj.weight")
@@ -286,7 +288,8 @@ def test_a_loader_of_its_own_is_found(llama):
 
 def test_packed_weights_are_refused(llama):
     """On a CPU with AMX SGLang packs base weights in place; a slice of packed bytes is none of the weights."""
-    from sglang_pat.rank.weights import ShardError, Views
+    from sglang_pat.rank.shards import ShardError
+    from sglang_pat.rank.weights import Views
 
     base_model = llama.loaded(BASE, 0)
     base_model.get_submodule("model.layers.0.mlp.down_proj").use_intel_amx_backend = True
@@ -296,7 +299,8 @@ def test_packed_weights_are_refused(llama):
 
 def test_vocabulary_padding_is_refused(llama):
     """503 tokens are 512 rows at tp 1 and 576 at tp 3."""
-    from sglang_pat.rank.weights import ShardError, Views
+    from sglang_pat.rank.shards import ShardError
+    from sglang_pat.rank.weights import Views
 
     base, tail = ParallelLayout(1, 3), ParallelLayout(3, 1)
     base_model = llama.loaded(base, 2)

@@ -47,7 +47,7 @@ class Manager:
 
 @pytest.fixture
 def ending(monkeypatch):
-    from sglang_pat.server import shutdown as ending
+    from sglang_pat.host import shutdown as ending
 
     monkeypatch.setattr(ending, "ABORT_SECONDS", 0.5)
     monkeypatch.setattr(ending, "ANSWER_SECONDS", 0)
@@ -131,7 +131,7 @@ from multiprocessing import get_context
 from sglang_pat.cpu import shim
 shim.ensure()
 from sglang_pat.launch import processes
-from sglang_pat.server.shutdown import end_if_a_child_fails, make_watchdog
+from sglang_pat.host.shutdown import end_if_a_child_fails, make_watchdog
 
 def launch():
     end_if_a_child_fails()
@@ -175,7 +175,7 @@ def test_whoever_launches_sglang_makes_our_watchdog():
     from sglang.srt.entrypoints import engine
 
     import sglang_pat.server.engine  # noqa: F401
-    from sglang_pat.server.shutdown import make_watchdog
+    from sglang_pat.host.shutdown import make_watchdog
 
     assert "SubprocessWatchdog" in engine.Engine._launch_subprocesses.__func__.__code__.co_names
     assert engine.SubprocessWatchdog is make_watchdog
@@ -183,7 +183,7 @@ def test_whoever_launches_sglang_makes_our_watchdog():
 
 def test_the_end_after_a_failure_takes_no_lock(ending, monkeypatch):
     """The signal comes at any moment: while this thread stops the watchdog, or within the handler itself."""
-    from sglang_pat.server.shutdown import ChildrenWatchdog
+    from sglang_pat.host.shutdown import ChildrenWatchdog
 
     ended = threading.Event()
     monkeypatch.setattr(ending, "_end_all", ended.set)
@@ -215,7 +215,7 @@ from types import SimpleNamespace
 from multiprocessing import get_context
 from sglang_pat.cpu import shim
 shim.ensure()
-from sglang_pat.server.shutdown import ShutdownSignalHandler, make_watchdog
+from sglang_pat.host.shutdown import ShutdownSignalHandler, make_watchdog
 
 child = get_context("fork").Process(target=signal.pause, name="sglang_pat: rank 1")
 child.start()

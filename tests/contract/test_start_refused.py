@@ -187,16 +187,18 @@ import gc
 import zmq.asyncio
 from sglang_pat.cpu import shim
 shim.install()
-from sglang_pat.host.fixes import request_lifetime, request_validation
+from sglang_pat.host import tokenizer as path
+from sglang_pat.host.fixes import request_lifetime
 from sglang_pat.server import tokenizer
 
 def init(self, *_):
     context = zmq.asyncio.Context(2)
     self.recv_from_detokenizer = context.socket(zmq.PULL)
     self.again = self._result_dispatcher = self.pat_dropped = self
+    self.is_pause_cond = self.model_update_lock = None
 
 request_lifetime.TokenizerManager.__init__ = init
-request_validation.IsolatingDispatcher = lambda *_: 1 / 0
+path.IsolatingDispatcher = lambda *_: 1 / 0
 try:
     tokenizer.AdaptiveTokenizerManager(None, None)
 except ZeroDivisionError:
@@ -215,7 +217,8 @@ def test_the_manager_that_a_failed_start_leaves_is_no_garbage(run_code):
 @pytest.mark.parametrize("given, before", [(None, ["ours"]), (print, [])])
 def test_sglangs_handler_is_replaced_before_a_process_is_started(monkeypatch, given, before):
     """It would kill this process, and leave its folder; a handler of the user's stays."""
-    from sglang_pat.server import engine
+    from sglang_pat.host import engine
+    from sglang_pat.server.engine import AdaptiveEngine
 
     done: list[str] = []
     monkeypatch.setattr(engine, "end_if_a_child_fails", lambda: done.append("ours"))
@@ -223,7 +226,7 @@ def test_sglangs_handler_is_replaced_before_a_process_is_started(monkeypatch, gi
     spec = SimpleNamespace(config=AdaptiveConfig(base=ParallelLayout(1, 2)))
     args = SimpleNamespace(custom_sigquit_handler=given, spec=spec, enable_memory_saver=False)
     with pytest.raises(ZeroDivisionError):
-        engine.AdaptiveEngine._launch_scheduler_processes(args, None, engine.stock.run_scheduler_process)
+        AdaptiveEngine._launch_scheduler_processes(args, None, engine.stock.run_scheduler_process)
     assert done == [*before, "start"]
 
 
@@ -245,7 +248,7 @@ def test_little_shared_memory(monkeypatch):
     ("0.0.0.0", None, True), ("10.0.0.3", None, True), ("node7", None, True),
 ])  # fmt: skip
 def test_an_open_server_says_so(host, key, warned, caplog):
-    from sglang_pat.server.http import _warn_if_open
+    from sglang_pat.host.engine import _warn_if_open
 
     _warn_if_open(SimpleNamespace(host=host, port=30_000, api_key=key))
     assert [record.levelname for record in caplog.records] == ["WARNING"] * warned

@@ -8,6 +8,7 @@ import pytest
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import TraceQuery
 from sglang_pat.rank.load_reports import StepTrace
 
@@ -24,7 +25,8 @@ def batch(mode: ForwardMode, requests: int, **sums: int) -> ScheduleBatch:
 def scheduler():
     sent = []
     load, channel = SimpleNamespace(record_decode_step=lambda step: None), SimpleNamespace(send=sent.append)
-    return SimpleNamespace(rank=0, is_leader=True, tp_size=2, channel=channel, load=load, sent=sent)
+    layouts = SimpleNamespace(layout=ParallelLayout(2, 1))
+    return SimpleNamespace(rank=0, is_leader=True, layouts=layouts, channel=channel, load=load, sent=sent)
 
 
 def test_steps_in_the_order_of_their_launch(scheduler):

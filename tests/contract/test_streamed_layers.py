@@ -12,10 +12,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from sglang_pat.judge.plan import FEWEST, PLACES, CannotStream, JudgeMemory, order_layers
-from sglang_pat.memory.machine import GIB
+from sglang_pat.memory.plan import GIB
 from sglang_pat.memory.shapes import ModelShape, read_config
 from sglang_pat.testing import models
+from stream_layers.plan import FEWEST, PLACES, CannotStream, JudgeMemory, order_layers
 
 from ..rehearsal.stream_rehearsal import Race, Streams
 
@@ -42,7 +42,7 @@ class Layer(torch.nn.Module):
 
 @pytest.fixture(params=["late", "early"])
 def streams(request, monkeypatch) -> Streams:
-    from sglang_pat.judge import layers
+    from stream_layers import layers
 
     found = Streams(late=request.param == "late")
     monkeypatch.setattr(layers, "get_device_module", lambda device: found)
@@ -50,7 +50,7 @@ def streams(request, monkeypatch) -> Streams:
 
 
 def build(count: int, streams: Streams, kind: type | None = None) -> tuple[list[Layer], torch.nn.Module]:
-    from sglang_pat.judge.layers import StreamedLayers
+    from stream_layers.layers import StreamedLayers
 
     streamed = (kind or StreamedLayers)(order_layers(count, LAYERS), count, "cpu")
     made = streamed.wrap_modules(Layer(number, streams) for number in range(LAYERS))
@@ -81,7 +81,7 @@ def test_each_layer_is_there_when_it_is_computed(count, streams):
 
 def careless(mistake: str) -> type:
     """Streamed layers that lack one of their waits."""
-    from sglang_pat.judge.layers import StreamedLayers
+    from stream_layers.layers import StreamedLayers
 
     class Careless(StreamedLayers):
         def _await_copy(self, *args):
@@ -133,7 +133,7 @@ def test_other_layers_are_streamed_between_two_steps(seed, streams):
 
 
 def test_layers_change_when_nothing_runs(streams, monkeypatch):
-    from sglang_pat.judge.layers import HostLayer
+    from stream_layers.layers import HostLayer
 
     layers, streamed = build(4, streams)
     place_in, placed = HostLayer.place_in, []
@@ -203,7 +203,7 @@ def count_streamed(model, monkeypatch, setting: str, free: float, **given) -> in
     import sglang.srt.utils
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_pat.judge.attach import make_offloader
+    from stream_layers.attach import make_offloader
 
     monkeypatch.setenv("SGLANG_PAT_STREAM_LAYERS", setting)
     monkeypatch.setattr(sglang.srt.utils, "get_available_gpu_memory", lambda *_, **__: free)
@@ -239,7 +239,7 @@ def test_auto_follows_memory_and_the_longest_sequence(tmp_path, monkeypatch):
 @pytest.mark.parametrize("count", [3, 5, LAYERS])
 def test_bytes_on_the_device_are_as_planned(arch, count, monkeypatch):
     """The plan leaves out biases and norms; SGLang's own layers are as large as transformers'."""
-    from sglang_pat.judge.layers import StreamedLayers
+    from stream_layers.layers import StreamedLayers
 
     config = models.make_config(arch, layers=LAYERS, hidden=256, intermediate=512, vocab=64)
     config._attn_implementation = "eager"
@@ -260,7 +260,7 @@ def test_bytes_on_the_device_are_as_planned(arch, count, monkeypatch):
 
 
 def test_layers_are_found_that_sglang_makes_otherwise(streams):
-    from sglang_pat.judge.layers import StreamedLayers
+    from stream_layers.layers import StreamedLayers
 
     streamed = StreamedLayers((1, 2, 3, 0, 4, 5, 6), 3, "cpu")
     model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(make_resident(streams))})
@@ -272,7 +272,7 @@ def test_layers_are_found_that_sglang_makes_otherwise(streams):
 
 
 def test_a_model_without_such_layers_is_refused(streams):
-    from sglang_pat.judge.layers import StreamedLayers
+    from stream_layers.layers import StreamedLayers
 
     streamed = StreamedLayers((1, 2, 3, 0, 4, 5, 6), 3, "cpu")
     streamed.find_layers(torch.nn.ModuleList(make_resident(streams)[:-1]))
@@ -287,7 +287,7 @@ def test_a_second_kind_of_layers_is_refused(streams):
 
 
 def test_a_loader_that_puts_other_tensors_there_is_refused(streams):
-    from sglang_pat.judge.layers import StreamedLayers
+    from stream_layers.layers import StreamedLayers
 
     streamed = StreamedLayers((0, 1, 2), 3, "cpu")
     made = streamed.wrap_modules(Layer(number, streams) for number in range(3))

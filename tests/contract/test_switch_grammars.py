@@ -14,6 +14,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from transformers import AutoTokenizer
 
+from sglang_pat.host import grammars as host
 from sglang_pat.messages import Grammar
 from sglang_pat.rank import degrees
 from sglang_pat.switch import grammars as switch_grammars
@@ -69,7 +70,7 @@ def test_what_a_leader_names():
     assert switch_grammars.list_needed_grammars(reqs) == [
         Grammar(kind="regex", text=REGEX, count=2), Grammar(kind="json", text="{}", count=1)
     ]  # fmt: skip
-    assert switch_grammars.is_compiling(waits) and not switch_grammars.is_compiling(reqs[0])
+    assert host.is_compiling(waits) and not host.is_compiling(reqs[0])
 
 
 def test_prepared_ones_cost_nothing_in_the_pause(backend):
@@ -209,7 +210,7 @@ def test_a_replayed_grammar_is_where_sglang_has_it(backend, tokenizer):
     for token in tokens:
         here.accept_token(token)
         here.finished = False  # as SGLang's process_batch_result_decode, of a request that goes on
-    switch_grammars.replay(there, tokens)
+    host.replay(there, tokens)
     assert here.finished == there.finished and here.is_terminated() == there.is_terminated()
     masks = []
     for grammar in (here, there):

@@ -17,8 +17,8 @@ shim.ensure()
 from sglang.srt.model_executor.model_runner import ModelRunner  # noqa: E402
 
 from sglang_pat.host.fixes import weight_updates as updates  # noqa: E402
-from sglang_pat.rank.runner import AdaptiveTpModelWorker  # noqa: E402
-from sglang_pat.rank.scheduler import AdaptiveScheduler  # noqa: E402
+from sglang_pat.host.runner import AdaptiveTpModelWorker  # noqa: E402
+from sglang_pat.host.scheduler import AdaptiveScheduler  # noqa: E402
 
 SHAPES = {"a": (2, 3), "b": (4,), "c": (5,)}
 

@@ -10,10 +10,11 @@ import torch
 from sglang.srt.distributed.device_communicators import custom_all_reduce_v2 as custom
 from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
+from sglang_pat.host import layers
+from sglang_pat.host.kv import KvBuffers
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import NO_KV
-from sglang_pat.rank import layouts
-from sglang_pat.rank.runner import GroupPool
+from sglang_pat.rank.groups import GroupPool
 from sglang_pat.switch import kv, requests
 from sglang_pat.testing import models
 
@@ -22,7 +23,7 @@ from .checkpoints import Checkpoint
 pytestmark = pytest.mark.contract
 
 
-def warmed(world_size: int, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+def record_reductions(world_size: int, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
     """What a rank with one group of so many ranks reduces at start."""
     reduced: list[torch.Tensor] = []
     pool = GroupPool.__new__(GroupPool)
@@ -47,7 +48,7 @@ def test_both_kernels_of_custom_all_reduce_and_nccl(monkeypatch, blackwell, worl
     reduce.max_pull_size, reduce.max_push_size = 16 << 20, mode.one_shot_push_threshold
     reduce.max_size = max(reduce.max_pull_size, reduce.max_push_size)
     reduce.override_shot(None)
-    tensors = warmed(world_size, "meta", dtype)
+    tensors = record_reductions(world_size, "meta", dtype)
     assert {tensor.dtype for tensor in tensors} == {dtype}
     ways = {reduce._determine_algo(t).is_push() if reduce.should_custom_ar(t) else "NCCL" for t in tensors}
     assert ways == {True, False, "NCCL"}
@@ -66,22 +67,22 @@ def test_the_sum_over_experts_of_few_tokens(monkeypatch, tmp_path, chosen, compi
     monkeypatch.setattr(fused_moe, "moe_sum_reduce_torch_compile", record)
     checkpoint = Checkpoint(models.make_random("qwen3_moe", tmp_path, layers=2, chosen=chosen))
     model = checkpoint.empty(ParallelLayout(1, 1), 0)
-    layouts._compile(torch.nn.ModuleList(layer.mlp for layer in model.model.layers), "meta")
+    layers.compile_layers(torch.nn.ModuleList(layer.mlp for layer in model.model.layers), "meta")
     assert found == compiled, "of one layer, as all are alike"
-    layouts._compile(model, "cpu")
+    layers.compile_layers(model, "cpu")
     assert found == compiled
 
 
 def test_on_a_cpu_little_is_reduced():
-    assert [tensor.nbytes for tensor in warmed(2, "cpu", torch.bfloat16)] == [4096]
+    assert [tensor.nbytes for tensor in record_reductions(2, "cpu", torch.bfloat16)] == [4096]
 
 
 def test_memory_is_taken_for_kv_that_moves():
     """Pieces of a prompt, too.  A second attempt to get to the base layout does not fail for want of it."""
     reserved: list[int] = []
-    pool = SimpleNamespace(k_buffer=[torch.zeros(4, 2, 8)], v_buffer=[torch.zeros(4, 2, 8)])
+    buffers = KvBuffers(k=[torch.zeros(4, 2, 8)], v=[torch.zeros(4, 2, 8)])
     layouts = SimpleNamespace(
-        current=SimpleNamespace(kv_pool=pool),
+        current=SimpleNamespace(kv=buffers),
         layout=ParallelLayout(2, 1),
         windows=None,
         config=SimpleNamespace(kv_exchange="direct"),
@@ -121,9 +122,9 @@ def test_memory_is_taken_for_kv_that_moves():
 def test_memory_is_taken_for_kv_of_ranks_that_are_lent(old, new, rank, out, into):
     """In parts of what this rank has; a lent one has nothing."""
     base, reserved, tokens = ParallelLayout(1, 8), [], 0 if rank % old else 64
-    pool = SimpleNamespace(k_buffer=[torch.zeros(4, 2, 8)], v_buffer=[torch.zeros(4, 2, 8)])
+    buffers = KvBuffers(k=[torch.zeros(4, 2, 8)], v=[torch.zeros(4, 2, 8)])
     layouts = SimpleNamespace(
-        current=SimpleNamespace(kv_pool=pool), layout=base.with_stride(old), rank=rank, windows=None,
+        current=SimpleNamespace(kv=buffers), layout=base.with_stride(old), rank=rank, windows=None,
         config=SimpleNamespace(kv_exchange="alltoall"),
     )  # fmt: skip
     staging = SimpleNamespace(reserve=lambda *sizes: reserved.extend(sizes))

@@ -55,6 +55,7 @@ class Manager(AdaptiveTokenizerManager):
         self.pat_rounds = set()
         self.pat_weight_updates, self._pat_calibration = 0, None
         self.init_request_dispatcher()
+        self.is_pause_cond = self.model_update_lock = None
         self.pat_init_states()
 
     def _sends(self, obj: Any) -> asyncio.Future:

@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from sglang_pat.checks import faults
-from sglang_pat.memory.machine import read_available_memory
+from sglang_pat.memory.plan import read_available_memory
 from sglang_pat.predict.profile import Fingerprint
 from sglang_pat.testing import models
 from sglang_pat.testing.prefork import Prefork, run
@@ -52,8 +52,8 @@ SIDES = {
         "commands python_api cramped threshold lending attach policies flags faults"
     ).split(),
     "others": (
-        "profiler mixtures sampling same_numbers same_tokens experts routed_experts weights weights_refused clients "
-        "inprocess grpo judge acceptance start"
+        "profiler mixtures sampling same_numbers same_tokens experts routed_experts overrides weights weights_refused "
+        "clients inprocess grpo judge acceptance start"
     ).split(),
 }
 """The test files in two sides, in this order; two workers may run one each (``pytest -n 2 --dist loadgroup``).  A side
@@ -218,7 +218,7 @@ def fault(server: Server, spec: str) -> Iterator[None]:
         server.fault_file.unlink(missing_ok=True)
 
 
-async def held(server: Server) -> None:
+async def wait_until_held(server: Server) -> None:
     """Wait until a rank is held by a ``hold`` fault: so it stays until the block of :func:`fault` is left."""
     while not faults.get_waiting_marker(server.fault_file).exists():
         await asyncio.sleep(0.02)

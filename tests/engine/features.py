@@ -30,7 +30,7 @@ PENALISED = {"frequency_penalty", "presence_penalty", "repetition_penalty", "sev
 
 def feature_bodies(plain: Callable[[int], dict[str, Any]]) -> dict[str, Body]:
     """One request for each feature; ``plain(seed)`` is the unconstrained answer to ``prompt(seed)``."""
-    stop_token = fresh_token(plain(2)["output_ids"], 125)
+    stop_token = find_fresh_token(plain(2)["output_ids"], 125)
     stop_text = fresh_text(plain(3)["text"], 560)
     frequent = max(set(plain(4)["output_ids"]), key=plain(4)["output_ids"].count)
     return {
@@ -69,7 +69,7 @@ def token_ids_bodies() -> dict[str, Body]:
     }
 
 
-def fresh_token(ids: list[int], after: int) -> int:
+def find_fresh_token(ids: list[int], after: int) -> int:
     """The first token from position ``after`` on that did not occur before."""
     return next(token for i, token in enumerate(ids) if i >= after and token not in ids[:i])
 
@@ -79,7 +79,7 @@ def fresh_text(text: str, after: int) -> str:
     return next(text[i : i + 6] for i in range(after, len(text)) if text.index(text[i : i + 6]) == i)
 
 
-def shortened(request: Body) -> Body:
+def shorten(request: Body) -> Body:
     sampling = request["sampling_params"] | {"max_new_tokens": 8}
     if "min_new_tokens" in sampling:
         sampling["min_new_tokens"] = 4
@@ -88,5 +88,5 @@ def shortened(request: Body) -> Body:
 
 async def stream_features(server: Server, bodies: dict[str, Body]) -> dict[str, Stream]:
     # Once without switches: on each rank SGLang compiles for seconds when a penalty comes for the first time.
-    await server.generate_async([shortened(b) for b in bodies.values() for _ in range(2)])
+    await server.generate_async([shorten(b) for b in bodies.values() for _ in range(2)])
     return dict(zip(bodies, await stream_across(server, list(bodies.values())), strict=True))

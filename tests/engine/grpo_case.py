@@ -21,7 +21,7 @@ from sglang_pat.launch import processes
 from sglang_pat.predict import profile as profiles
 from sglang_pat.testing import models
 
-from .made_up import made_up, read_fingerprint
+from .made_up import make_profile, read_fingerprint
 
 SMALL = "--steps 3 --prompts 4 --responses 4 --held-out 8 --every 2 --warm-up 2 --switch-at 6".split()
 
@@ -54,7 +54,7 @@ def two_steps(folder: Path) -> None:
 def lend(folder: Path) -> None:
     """In the second step, by force: the engine's policy is asked, and its answer is looked at, but not followed."""
     model, train.PROFILES = warm_up(folder / "model", 0, 2, 0.3), folder
-    profiles.save(made_up(read_fingerprint(str(model))), folder / "grpo-model.json")
+    profiles.save(make_profile(read_fingerprint(str(model))), folder / "grpo-model.json")
     run = Run(
         way="adaptive", lend=True, steps=3, prompts=4, responses=4, held_out=8, every=9, warm_up=2, rate=1e-3
     )  # fmt: skip

@@ -27,13 +27,13 @@ def main(model: str) -> None:
 def read_fingerprint(model: str) -> Fingerprint:
     """In a process that may import SGLang."""
     shim.ensure()
-    from sglang_pat.launch.spec import AdaptiveServerArgs, make_fingerprint
+    from sglang_pat.host.arguments import AdaptiveServerArgs, make_fingerprint
 
     args = AdaptiveServerArgs(model_path=model, tp_size=1, dp_size=2, adaptive_tp=True, dtype="float32")
     return make_fingerprint(args, args.read_config(), kv_tokens=4096, max_running=8)
 
 
-def made_up(deployment: Fingerprint, tp2_with_16: float = 0.048) -> Profile:
+def make_profile(deployment: Fingerprint, tp2_with_16: float = 0.048) -> Profile:
     """So that policies act: tp1 is faster for many requests, tp2 for few; a switch costs 10 ms.
 
     ``tp2_with_16``: seconds of a step of 16 requests in tp2; in tp1 it takes 0.024.

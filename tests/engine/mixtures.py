@@ -113,14 +113,14 @@ def fits(options: dict[str, Any]) -> bool:
     )
 
 
-def one_of_each(rng: random.Random) -> list[dict[str, Any]]:
+def list_one_of_each(rng: random.Random) -> list[dict[str, Any]]:
     """Every option beside every other one: each value on a request of its own, and a plain one."""
     every = [{name: value} for table in (FIELDS, PARAMS) for name, values in table.items() for value in values] + [{}]
     rng.shuffle(every)
     return every
 
 
-def drawn(rng: random.Random, count: int) -> list[dict[str, Any]]:
+def draw_requests(rng: random.Random, count: int) -> list[dict[str, Any]]:
     """Requests for several options each."""
     values = FIELDS | PARAMS
     found: list[dict[str, Any]] = []

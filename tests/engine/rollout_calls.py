@@ -27,7 +27,7 @@ def admitter(*indices: int, end: bool = False, **rules: Any) -> Admitter:
     return made
 
 
-def one_round(server: Server, mine: Admitter, sampling: Any = SAMPLING, **named: Any) -> tuple[list[Group], Summary]:
+def run_round(server: Server, mine: Admitter, sampling: Any = SAMPLING, **named: Any) -> tuple[list[Group], Summary]:
     """Groups and summary."""
     *groups, summary = RolloutClient(server.url).rollout(mine, sampling, **({"version": 0} | named))
     assert isinstance(summary, Summary)
@@ -43,6 +43,6 @@ def schedule(server: Server, *entries: dict[str, Any]) -> None:
     assert server.post("/pat/schedule", entries).status_code == 200
 
 
-def reached(server: Server) -> dict[str, Any]:
+def wait_for_schedule(server: Server) -> dict[str, Any]:
     """Wait until the schedule is over."""
     return server.get("/pat/schedule", timeout=300).json()

@@ -83,7 +83,7 @@ def _outputs(answer: dict | list[dict]) -> list[list[int]]:
     return [copy["output_ids"] for copy in copies]
 
 
-def expected(stock: Server, schedules: Iterable[Schedule], known: dict, chunk: int = 256) -> None:
+def add_expected(stock: Server, schedules: Iterable[Schedule], known: dict, chunk: int = 256) -> None:
     """Add what the stock server answers to every request of ``schedules`` to ``known``, by ``Request.key``."""
     longest: dict[tuple[int, ...], int] = {}
     for request in (r for s in schedules for r in s.requests if r.key not in known):

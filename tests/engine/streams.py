@@ -161,7 +161,7 @@ async def idle(server: Server) -> None:
     await asyncio.to_thread(check_idle, server)
 
 
-async def in_layout(status: Callable[[], dict[str, Any]], tp: int) -> dict[str, Any]:
+async def wait_for_layout(status: Callable[[], dict[str, Any]], tp: int) -> dict[str, Any]:
     """Wait until the engine is in degree ``tp``, where its load keeps it until the test goes on; its status then.
 
     The limit is pytest's.

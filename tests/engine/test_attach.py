@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_pat.testing.prefork import SERVER
-
+from . import called
 from .streams import body, through, tokens
 
 BODIES = [body(i, 120) for i in range(4)]
@@ -17,10 +16,15 @@ def test_nothing_is_adaptive_without_the_variable(servers, llama):
     assert server.generate(BODIES[:1])[0]["meta_info"]["completion_tokens"] == 120
 
 
+PATCHED = {"_patch.<locals>.remember", "_patch.<locals>.become_adaptive", "make_private_ports"}
+"""Functions of ours that SGLang calls in place of its own, and would not miss."""
+
+
 # launch_server without --adaptive-tp is SGLang's launcher, with its own arguments.
-@pytest.mark.parametrize("module", [SERVER, "tests.engine.spawned"], ids=["command", "spawned function"])
-def test_a_stock_launcher_switches(module, servers, llama):
-    server = servers.get(llama, "--tp", "2", env={"SGLANG_PAT": "base_tp=1,policy=schedule"}, module=module)
+@pytest.mark.parametrize("module", [called.__name__, "tests.engine.spawned"], ids=["command", "spawned function"])
+def test_a_stock_launcher_switches(module, servers, llama, tmp_path):
+    env = {"SGLANG_PAT": "base_tp=1,policy=schedule", called.ENV: str(tmp_path / "functions")}
+    server = servers.get(llama, "--tp", "2", env=env, module=module)
 
     def told() -> dict[str, int]:
         info = server.get("/server_info").json()
@@ -33,3 +37,5 @@ def test_a_stock_launcher_switches(module, servers, llama):
     assert tokens(through(server, BODIES, {20: 2, 60: 1, 90: 2})[0]) == expected
     assert server.status()["layout"] == {"tp": 2, "dp": 1}
     assert told() == before
+    if module == called.__name__:
+        assert PATCHED <= {function.name for function in called.read(tmp_path / "functions")}

@@ -91,7 +91,7 @@ def kind(path: str) -> str:
     return line.kind if line else "unknown"
 
 
-def of_kind(censuses: list[Census], *kinds: str) -> list[str]:
+def list_paths(censuses: list[Census], *kinds: str) -> list[str]:
     return sorted({path for census in censuses for path in census.values if kind(path) in kinds})
 
 
@@ -108,7 +108,7 @@ def test_the_table_has_no_line_too_many(visited, stock):
 
 
 def test_fixed_ones_never_change(visits):
-    values = {path: {c.values[path] for c in visits if path in c.values} for path in of_kind(visits, "fixed")}
+    values = {path: {c.values[path] for c in visits if path in c.values} for path in list_paths(visits, "fixed")}
     assert not {path: found for path, found in values.items() if len(found) > 1}
 
 
@@ -118,13 +118,13 @@ def test_ranks_of_a_group_agree(visits):
         groups[census.epoch, census.rank % (RANKS // census.tp)].append(census)
     for (epoch, group), members in groups.items():
         assert len(members) == members[0].tp
-        for path in of_kind(members, *attributes.AGREED):
+        for path in list_paths(members, *attributes.AGREED):
             values = [member.values.get(path) for member in members]
             assert len(set(values)) == 1, f"{path} after switch {epoch} in group {group}: {values}"
 
 
 def test_each_layout_has_objects_of_its_own(visits):
-    for path in of_kind(visits, "own"):
+    for path in list_paths(visits, "own"):
         owners = defaultdict(set)
         for census in visits:
             if census.values[path] != "None":
@@ -138,7 +138,7 @@ def test_a_layout_is_what_a_stock_engine_of_its_degree_is(visits, stock):
     wrong = {}
     for census in visits:
         built = stock.get((census.tp, census.tp_rank))
-        for path in of_kind([census], "layout"):
+        for path in list_paths([census], "layout"):
             if attributes.find_line(path).reason == "ours" or built is None:
                 continue
             if census.values[path] != built.values.get(path):

@@ -16,7 +16,7 @@ from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 
 from .streams import hold
-from .weight_updates import A, B, C, Trainer, flattened, layout, serialized, succeeded
+from .weight_updates import A, B, C, Trainer, check_success, flatten, read_degree, serialize
 
 LIMIT = 120
 """Tokens of a response."""
@@ -31,7 +31,7 @@ SLIME = {
 AREAL = {"stop_token_ids": [], "skip_special_tokens": True, "frequency_penalty": 0.0, "temperature": 0.0}
 
 
-def asked(prompt: list[int], options: dict[str, Any], **fields: Any) -> dict[str, Any]:
+def make_body(prompt: list[int], options: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {"input_ids": prompt, "sampling_params": SAMPLING | options, "return_logprob": True} | fields
 
 
@@ -47,7 +47,7 @@ def ok(response: Any) -> Any:
     return response
 
 
-async def in_the_tail(server: Server, bodies: list[dict[str, Any]], act: Any) -> list[dict[str, Any]]:
+async def act_in_the_tail(server: Server, bodies: list[dict[str, Any]], act: Any) -> list[dict[str, Any]]:
     """The answers; the engine merges at a step, and ``act`` is called right then, while all requests decode."""
     async with server.session() as session:
         work = await hold(server, session, bodies, step=STEP, tp=2)
@@ -59,10 +59,12 @@ async def in_the_tail(server: Server, bodies: list[dict[str, Any]], act: Any) ->
 
 def rollout(server: Server, options: dict[str, Any], said: int, **fields: Any) -> None:
     """A batch with a merge in its middle."""
-    answers = asyncio.run(in_the_tail(server, [asked(prompt, options, **fields) for prompt in PROMPTS], lambda: None))
+    answers = asyncio.run(
+        act_in_the_tail(server, [make_body(prompt, options, **fields) for prompt in PROMPTS], lambda: None)
+    )
     assert [tokens(answer) for answer in answers] == [[said] * LIMIT] * len(PROMPTS)
     assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} == {"length"}
-    assert layout(server) == 2
+    assert read_degree(server) == 2
 
 
 def test_slime_with_partial_rollout(two):
@@ -85,7 +87,7 @@ def test_slime_with_partial_rollout(two):
     for old, new, version in ((A, B, "1"), (B, C, "2")):
         rollout(server, SLIME, old)
         server.reconfigure(1)
-        parts = asyncio.run(in_the_tail(server, [asked(prompt, SLIME) for prompt in PROMPTS], abort))
+        parts = asyncio.run(act_in_the_tail(server, [make_body(prompt, SLIME) for prompt in PROMPTS], abort))
         assert {part["meta_info"]["finish_reason"]["type"] for part in parts} == {"abort"}
         assert all(STEP <= len(tokens(part)) < LIMIT and set(tokens(part)) == {old} for part in parts)
         ok(server.post("/pause_generation", {}))
@@ -94,7 +96,7 @@ def test_slime_with_partial_rollout(two):
         ok(server.post("/continue_generation", {}))
         assert ok(server.get("/model_info")).json()["weight_version"] == version
         rest = [
-            asked([*prompt, *tokens(part)], SLIME | {"max_new_tokens": LIMIT - len(tokens(part))})
+            make_body([*prompt, *tokens(part)], SLIME | {"max_new_tokens": LIMIT - len(tokens(part))})
             for prompt, part in zip(PROMPTS, parts, strict=True)
         ]
         for part, whole in zip(parts, server.generate(rest), strict=True):
@@ -120,13 +122,13 @@ def test_slime_and_nemo_rl_on_the_trainers_gpus(two, framework):
             for tags in (kv, ["weights"]):
                 ok(server.get("/flush_cache"))
                 ok(server.post("/release_memory_occupation", {"tags": tags}))
-        assert layout(server) == 1
+        assert read_degree(server) == 1
         ok(server.post("/resume_memory_occupation", {"tags": ["weights"]}))
         named = list(models.make_marker_state_dict(new).items())
         for part in (named[:7], named[7:]):
-            body = {"serialized_named_tensors": [serialized(flattened(part))] * 2, "load_format": "flattened_bucket"}
+            body = {"serialized_named_tensors": [serialize(flatten(part))] * 2, "load_format": "flattened_bucket"}
             body |= {"flush_cache": False, "weight_version": version}
-            succeeded(server.post("/update_weights_from_tensor", body))
+            check_success(server.post("/update_weights_from_tensor", body))
         ok(server.get("/flush_cache"))
         ok(server.post("/resume_memory_occupation", {"tags": kv}))
         assert ok(server.get("/model_info")).json()["weight_version"] == version
@@ -142,7 +144,7 @@ def test_areal(two, marker):
     def interrupt(token: int, disk: bool) -> None:
         ok(server.post("/pause_generation", {"mode": "retract"}))
         if disk:
-            succeeded(
+            check_success(
                 server.post("/update_weights_from_disk", {"model_path": str(marker(token)), "abort_all_requests": True})
             )
         else:
@@ -150,14 +152,14 @@ def test_areal(two, marker):
         ok(server.post("/continue_generation", {}))
 
     for old, new, disk in ((A, B, False), (B, C, True)):
-        bodies = [asked(prompt, AREAL, image_data=None, stream=False) for prompt in PROMPTS]
-        parts = asyncio.run(in_the_tail(server, bodies, lambda new=new, disk=disk: interrupt(new, disk)))
+        bodies = [make_body(prompt, AREAL, image_data=None, stream=False) for prompt in PROMPTS]
+        parts = asyncio.run(act_in_the_tail(server, bodies, lambda new=new, disk=disk: interrupt(new, disk)))
         assert {part["meta_info"]["finish_reason"]["type"] for part in parts} == {"abort"}
         # What was retracted is answered with the tokens that the server had been sent, every 50; as in stock SGLang.
         assert all(len(tokens(part)) < LIMIT and set(tokens(part)) <= {old} for part in parts)
-        assert layout(server) == 1
+        assert read_degree(server) == 1
         rest = [
-            asked([*prompt, *tokens(part)], AREAL | {"max_new_tokens": LIMIT - len(tokens(part))}, stream=False)
+            make_body([*prompt, *tokens(part)], AREAL | {"max_new_tokens": LIMIT - len(tokens(part))}, stream=False)
             for prompt, part in zip(PROMPTS, parts, strict=True)
         ]
         for part, whole in zip(parts, server.generate(rest), strict=True):

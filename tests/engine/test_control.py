@@ -10,7 +10,7 @@ import requests
 
 from sglang_pat.testing.server import Server
 
-from .conftest import fault, held
+from .conftest import fault, wait_until_held
 from .streams import body, check_unharmed, endless, hold, post
 
 # -- /pat/status --------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_bad_bodies_get_400(server, kind):
 async def test_second_reconfiguration_gets_409(server, session):
     with fault(server, "QUIESCE:1:hold"):
         first = asyncio.ensure_future(server.reconfigure_async(session, 2))
-        await held(server)
+        await wait_until_held(server)
         status = await asyncio.to_thread(server.status)
         assert status["target"] == {"tp": 2, "dp": 1} and status["layout"] == {"tp": 1, "dp": 2}
         for tp in (1, 2):

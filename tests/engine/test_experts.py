@@ -19,7 +19,7 @@ from sglang_pat.testing.smollm2 import load_transformers
 
 from .conftest import MODELS, fault
 from .streams import body, hold, tokens
-from .weight_updates import Trainer, degrees, flattened, layout, serialized, succeeded
+from .weight_updates import Trainer, check_success, flatten, read_degree, serialize, visit_layouts
 
 BODIES = [body(300 + i, 24) for i in range(6)]
 
@@ -63,60 +63,58 @@ def server(servers, folders, said) -> Server:
     """Of two ranks, with the first weights, in its tail."""
     server = servers.adaptive(folders[0], 2)
     if tokens(server.generate(BODIES)) != said[0]:
-        succeeded(server.post("/update_weights_from_disk", {"model_path": str(folders[0])}))
+        check_success(server.post("/update_weights_from_disk", {"model_path": str(folders[0])}))
     server.reconfigure(2)
     return server
 
 
-def all_layouts_say(server: Server, wanted: list[list[int]]) -> None:
-    up = degrees(server)
-    for tp in [*up, *reversed(up[:-1])]:
-        server.reconfigure(tp)
+def check_answers(server: Server, wanted: list[list[int]]) -> None:
+    for tp in visit_layouts(server):
         assert tokens(server.generate(BODIES)) == wanted, f"tp={tp}"
 
 
-def from_disk(server: Server, folder: Path) -> None:
-    succeeded(server.post("/update_weights_from_disk", {"model_path": str(folder)}))
+def load_from_disk(server: Server, folder: Path) -> None:
+    check_success(server.post("/update_weights_from_disk", {"model_path": str(folder)}))
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read_tensors(folder: Path) -> dict[str, Any]:
     return load_file(folder / "model.safetensors")
 
 
-def from_tensors(server: Server, state: dict[str, Any]) -> None:
-    items = [serialized(list(state.items())) for _ in range(2)]
-    succeeded(server.post("/update_weights_from_tensor", {"serialized_named_tensors": items}))
+def send_tensors(server: Server, state: dict[str, Any]) -> None:
+    items = [serialize(list(state.items())) for _ in range(2)]
+    check_success(server.post("/update_weights_from_tensor", {"serialized_named_tensors": items}))
 
 
-def from_bucket(server: Server, state: dict[str, Any]) -> None:
-    items = [serialized(flattened(state.items())) for _ in range(2)]
+def send_bucket(server: Server, state: dict[str, Any]) -> None:
+    items = [serialize(flatten(state.items())) for _ in range(2)]
     body = {"serialized_named_tensors": items, "load_format": "flattened_bucket"}
-    succeeded(server.post("/update_weights_from_tensor", body))
+    check_success(server.post("/update_weights_from_tensor", body))
 
 
-def from_group(server: Server, state: dict[str, Any]) -> None:
+def send_by_group(server: Server, state: dict[str, Any]) -> None:
     trainer = Trainer(server, 2)
     try:
         server.reconfigure(2)
-        succeeded(trainer.broadcast(state))
+        check_success(trainer.broadcast(state))
     finally:
         trainer.close()
 
 
-ROUTES = [from_tensors, from_bucket, from_group]
+ROUTES = [send_tensors, send_bucket, send_by_group]
 
 
 def test_an_update_from_disk_reaches_the_experts_of_every_layout(server, folders, said):
-    from_disk(server, folders[1])
-    assert layout(server) == 1
-    all_layouts_say(server, said[1])
+    load_from_disk(server, folders[1])
+    assert read_degree(server) == 1
+    check_answers(server, said[1])
 
 
 @pytest.mark.parametrize("update", ROUTES)
 def test_new_weights_reach_the_experts_of_every_layout(server, folders, said, update):
-    update(server, read(folders[1]))
-    assert layout(server) == 1
-    all_layouts_say(server, said[1])
+    update(server, read_tensors(folders[1]))
+    assert read_degree(server) == 1
+    check_answers(server, said[1])
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe", "mixtral"])
@@ -125,42 +123,42 @@ def test_weights_by_the_names_of_a_trainer(servers, tmp_path, kind):
     folders = make_two(kind)
     server, model, wanted = servers.adaptive(folders[0], 2), load(folders[1]), generate(load(folders[1]))
     state = model.state_dict()
-    assert state.keys() != read(folders[1]).keys()
+    assert state.keys() != read_tensors(folders[1]).keys()
 
     def update_from_disk(server: Server, state: dict[str, Any]) -> None:
         save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        from_disk(server, tmp_path)
+        load_from_disk(server, tmp_path)
 
     for update in (*ROUTES, update_from_disk):
-        from_disk(server, folders[0])
+        load_from_disk(server, folders[0])
         assert tokens(server.generate(BODIES)) != wanted
         update(server, state)
-        all_layouts_say(server, wanted)
+        check_answers(server, wanted)
     for fewer in ("gate_up_proj", "down_proj"):
         name = f"model.layers.0.mlp.experts.{fewer}"
-        items = [serialized([*state.items(), (name, state[name][1:])]) for _ in range(2)]
+        items = [serialize([*state.items(), (name, state[name][1:])]) for _ in range(2)]
         response = server.post("/update_weights_from_tensor", {"serialized_named_tensors": items})
         must = f"{name} has the shape {[7, *state[name].shape[1:]]}, must be of 8 experts"
         assert response.status_code == 400 and response.json()["message"].endswith(must), response.text
-    all_layouts_say(server, wanted)
+    check_answers(server, wanted)
 
 
 def test_an_expert_that_does_not_fit_is_refused_and_nothing_is_written(server, folders, said):
-    state = read(folders[1])
+    state = read_tensors(folders[1])
     name = "model.layers.0.mlp.experts.7.down_proj.weight"
     misfits = ({name: state[name][:, :-1]}, "has the shape"), ({name.replace("7", "8"): state[name]}, "no tensor")
     for wrong, what in misfits:
-        items = [serialized([*state.items(), *wrong.items()]) for _ in range(2)]
+        items = [serialize([*state.items(), *wrong.items()]) for _ in range(2)]
         response = server.post("/update_weights_from_tensor", {"serialized_named_tensors": items})
         assert response.status_code == 400 and what in response.json()["message"], response.text
-    all_layouts_say(server, said[0])
+    check_answers(server, said[0])
 
 
 def test_release_and_resume_memory(server, folders, said):
     for path in ("/release_memory_occupation", "/resume_memory_occupation"):
         assert server.post(path, {}).status_code == 200
-    from_disk(server, folders[1])
-    all_layouts_say(server, said[1])
+    load_from_disk(server, folders[1])
+    check_answers(server, said[1])
 
 
 @pytest.mark.parametrize("flags", [(), ("--pat-weights", "reshard")], ids=["views", "reshard"])
@@ -172,7 +170,7 @@ async def test_a_switch_that_fails_leaves_the_experts(servers, session, flags):
     with fault(server, "EXCHANGE:1:raise"):
         code, answer = await server.reconfigure_async(session, 1)
     assert code == 500 and "rank 1" in answer["error"]["message"], answer
-    assert layout(server) == 2
+    assert read_degree(server) == 2
     await server.set_schedule(session, {"batch": 10, "hold": True})
     await server.wait_for_schedule(session)
     assert (await server.reconfigure_async(session, 1))[0] == 200

@@ -14,7 +14,7 @@ from sglang_pat.testing.server import Server
 from sglang_pat.testing.tokenizer import SPECIAL_TOKENS, STOP_ID
 
 from .streams import body, through, tokens
-from .weight_updates import serialized, succeeded
+from .weight_updates import check_success, serialize
 
 SCHEDULING = (
     "--schedule-policy lpm --schedule-conservativeness 0.7 --radix-eviction-policy lfu --max-prefill-tokens 512 "
@@ -148,8 +148,10 @@ def test_bundle_takes_weights_by_a_function_of_the_users(bundle, llama):
     want = tokens(bundle.generate(WORK))
 
     def send(tensor) -> None:
-        items = [serialized([(name, tensor)]) for _ in range(2)]
-        succeeded(bundle.post("/update_weights_from_tensor", dict(serialized_named_tensors=items, load_format=LOADER)))
+        items = [serialize([(name, tensor)]) for _ in range(2)]
+        check_success(
+            bundle.post("/update_weights_from_tensor", dict(serialized_named_tensors=items, load_format=LOADER))
+        )
 
     send(-norm)
     others = tokens(bundle.generate(WORK))

@@ -155,7 +155,7 @@ BODY = mixtures.FIELDS | {
 """With fields that nobody may set."""
 
 
-def often(plausible: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+def spoil_rarely(plausible: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Seven times in eight what it should be: a request with one thing wrong gets further than one with five."""
     return st.integers(0, 7).flatmap(lambda dice: junk if dice == 7 else plausible)
 
@@ -163,18 +163,18 @@ def often(plausible: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 def some(fields: dict[str, list[Any]]) -> st.SearchStrategy[dict[str, Any]]:
     """A few of these fields."""
     names = st.lists(st.sampled_from(sorted(fields)), max_size=3, unique=True)
-    one = {name: often(st.sampled_from(values)) for name, values in fields.items()}
+    one = {name: spoil_rarely(st.sampled_from(values)) for name, values in fields.items()}
     return names.flatmap(lambda chosen: st.fixed_dictionaries({name: one[name] for name in chosen}))
 
 
 token_ids = st.lists(st.integers(0, 502), min_size=1, max_size=40)
 prompts = st.one_of(
-    st.fixed_dictionaries({"input_ids": often(token_ids)}),
-    st.fixed_dictionaries({"input_ids": often(token_ids)}),
+    st.fixed_dictionaries({"input_ids": spoil_rarely(token_ids)}),
+    st.fixed_dictionaries({"input_ids": spoil_rarely(token_ids)}),
     st.fixed_dictionaries({"text": words}),
 )
 few = some(mixtures.PARAMS)
-params = often(st.one_of(few, few, st.lists(few, max_size=3)))
+params = spoil_rarely(st.one_of(few, few, st.lists(few, max_size=3)))
 drawn_bodies = st.builds(
     lambda prompt, given, more: prompt | {"sampling_params": given} | more, prompts, params, some(BODY)
 )

@@ -8,7 +8,7 @@ import pytest
 
 from .conftest import fault
 from .streams import body, hold, post, tokens
-from .weight_updates import A, B, C, all_layouts_say, from_disk, from_tensor, say, succeeded
+from .weight_updates import A, B, C, check_all_layouts, check_success, say, update_from_disk, update_from_tensor
 
 BODIES = [body(i, 120) for i in range(6)]
 
@@ -127,15 +127,15 @@ async def test_new_weights_in_a_pause_take_ranks_back(saving, session, llama):
 
 def test_weights_are_new_on_all_ranks_after_an_update_while_some_were_lent(servers, marker):
     server = servers.as_on_cuda(marker(A), 4, "--enable-memory-saver")
-    for stride, send, token in ((2, from_disk, B), (4, from_tensor, C)):
+    for stride, send, token in ((2, update_from_disk, B), (4, update_from_tensor, C)):
         ask(server, "/pat/lend_ranks", stride=stride)
-        succeeded(send(server, marker, token) if send is from_disk else send(server, token, 4))
-        all_layouts_say(server, token)
+        check_success(send(server, marker, token) if send is update_from_disk else send(server, token, 4))
+        check_all_layouts(server, token)
         ask(server, "/pat/lend_ranks", stride=stride)
         said = say(server)
         assert said == [{token}] * len(said)
         ask(server, "/pat/take_back_ranks")
-        all_layouts_say(server, token)
+        check_all_layouts(server, token)
 
 
 def test_what_needs_all_ranks_is_refused_while_some_are_lent(saving):

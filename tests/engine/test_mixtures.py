@@ -72,7 +72,7 @@ async def alone(server: Server, requests: list[Body]) -> list[list[dict[str, Any
 @pytest.mark.parametrize("seed", [*range(5), *(pytest.param(n, marks=pytest.mark.soak) for n in range(5, 40))])
 def test_each_answer_is_as_alone(server, seed):
     rng = random.Random(seed)
-    wanted = mixtures.drawn(rng, 16) if seed else mixtures.one_of_each(rng)
+    wanted = mixtures.draw_requests(rng, 16) if seed else mixtures.list_one_of_each(rng)
     requests = [mixtures.request(options, 100 * seed + i) for i, options in enumerate(wanted)]
     mixed = asyncio.run(together(server, requests))
     check_idle(server)

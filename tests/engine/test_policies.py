@@ -16,8 +16,8 @@ from sglang_pat.predict import profile as profiles
 from sglang_pat.replay import read_schedule
 
 from . import streams
-from .made_up import made_up
-from .streams import in_layout, tokens
+from .made_up import make_profile
+from .streams import tokens, wait_for_layout
 
 LENGTHS = [12 + 3 * i for i in range(12)]
 """Response lengths of the body of a batch, tokens; its tail goes on until the test has seen the merge."""
@@ -29,7 +29,7 @@ LIMIT = 4000
 @pytest.fixture(scope="module")
 def profile(deployment, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("profile") / "llama.json"
-    profiles.save(made_up(deployment), path)
+    profiles.save(make_profile(deployment), path)
     return path
 
 
@@ -82,11 +82,11 @@ def drained(request, servers, llama, expected, profile, tmp_path_factory):
     server = servers.get(llama, *flags.split())
 
     async def merged() -> None:
-        await in_layout(server.status, 2)
+        await wait_for_layout(server.status, 2)
 
     for number in range(2):
         same(asyncio.run(drain(server, f"{policy}{number}", merged)), expected)
-        back_in_base(server)  # and so all ends are in the log
+        wait_for_base(server)  # and so all ends are in the log
     return policy, server, log
 
 
@@ -127,15 +127,15 @@ def test_its_decisions_can_be_repeated_on_another_engine(drained, servers, llama
     assert TAIL <= again[-1]["requests"] <= TAIL + len(LENGTHS)
 
 
-def back_in_base(server) -> None:
+def wait_for_base(server) -> None:
     """Wait until the engine has gone back to the base layout, as it does when nothing is alive."""
-    asyncio.run(in_layout(server.status, 1))
+    asyncio.run(wait_for_layout(server.status, 1))
 
 
 def test_a_round_of_a_known_size_starts_in_the_better_layout(servers, llama, deployment, tmp_path):
     """Before its first request: nothing is alive at that switch."""
     path = tmp_path / "merged.json"
-    profiles.save(made_up(deployment, tp2_with_16=0.012), path)
+    profiles.save(make_profile(deployment, tp2_with_16=0.012), path)
     short = [body(seed, 60, None) for seed in range(6)]
     wanted = tokens(servers.stock(llama).generate(short))
     flags = f"--tp 1 --dp 2 --adaptive-tp --pat-profile {path} --pat-profile-as-is --pat-policy survival"
@@ -143,7 +143,7 @@ def test_a_round_of_a_known_size_starts_in_the_better_layout(servers, llama, dep
 
     for _ in range(5):
         assert tokens(server.generate(short)) == wanted
-        back_in_base(server)  # a round that finds the better layout already has nothing to switch
+        wait_for_base(server)  # a round that finds the better layout already has nothing to switch
     switches = server.status()["switches"]
     assert [s for s in switches if s["to_tp"] == 2 and s["requests"] == 0 and s["reason"] == "survival"], switches
     assert not any(s["error"] for s in switches) and len(switches) <= 10
@@ -155,7 +155,7 @@ def test_a_round_of_a_known_size_starts_in_the_better_layout(servers, llama, dep
 @pytest.fixture(scope="module")
 def wrong(deployment, tmp_path_factory) -> Path:
     """The profile of a machine on which a step of tp2 takes a hundred times as long as one of tp1."""
-    found = made_up(deployment)
+    found = make_profile(deployment)
     decode = tuple(msgspec.structs.replace(point, seconds=1.0 if point.tp == 2 else 0.01) for point in found.decode)
     path = tmp_path_factory.mktemp("profile") / "wrong.json"
     profiles.save(msgspec.structs.replace(found, decode=decode), path)

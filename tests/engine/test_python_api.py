@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from .conftest import FORGETS_RETRACTIONS
-from .rollout_calls import admitter, one_round, reached, schedule, tokens
+from .rollout_calls import admitter, run_round, schedule, tokens, wait_for_schedule
 from .streams import GREEDY, body, check_idle
 
 # -- without --adaptive-tp ----------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ launch_server.main(["--model-path", sys.argv[1], "--tp", "1"])
 """
     name, argv, modules = json.loads(python("-c", code, str(llama)).stdout.splitlines()[-1])
     assert name == "sglang.launch_server" and argv == ["--model-path", str(llama), "--tp", "1"]
-    launcher = {"config", "layout", "version", "launch_server", "plugin", "removed", "cpu", "cpu.shim", "launch"}
+    launcher = {"config", "layout", "version", "launch_server", "plugin", "cpu", "cpu.shim", "launch"}
     launcher |= {"launch.processes"}
     ours = {module for module in modules if module.startswith("sglang_pat")}
     assert ours <= {"sglang_pat"} | {f"sglang_pat.{name}" for name in launcher}
@@ -60,8 +60,8 @@ def test_an_engine_in_python(server, servers, llama):
     assert lines[-1:] == ["killed"] and found.returncode == 1, found.stdout + found.stderr[-9000:]
     for sampling, line in zip(SAMPLINGS, lines[:-1], strict=True):
         schedule(server, {"tp": 2, "arrived": 6, "step": 10}, {"tp": 1, "step": 40})
-        groups, _ = one_round(server, admitter(0, 1, 2, eta_prompts=1.0), sampling)
-        assert len(reached(server)["switches"]) == 2
+        groups, _ = run_round(server, admitter(0, 1, 2, eta_prompts=1.0), sampling)
+        assert len(wait_for_schedule(server)["switches"]) == 2
         assert sorted([*key, ids] for key, ids in tokens(groups).items()) == json.loads(line)
     check_idle(server)
 

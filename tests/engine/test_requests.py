@@ -9,7 +9,7 @@ import pytest
 
 from sglang_pat.testing.server import parse_event
 
-from .conftest import fault, held
+from .conftest import fault, wait_until_held
 from .stock_answers import OPENAI, known
 from .streams import UP_AND_DOWN, body, endless, idle, post, switch, up_and_down
 
@@ -88,7 +88,7 @@ async def test_requests_that_arrive_during_a_switch(server, session, stock):
     for tp in UP_AND_DOWN:
         with fault(server, "QUIESCE:1:hold"):
             switching = asyncio.ensure_future(server.reconfigure_async(session, tp))
-            await held(server)
+            await wait_until_held(server)
             work = [asyncio.ensure_future(server.generate_one(session, request)) for request in ARRIVING]
             # None of them goes on before the end of this block.
             while (status := await asyncio.to_thread(server.status))["requests"] < len(ARRIVING):

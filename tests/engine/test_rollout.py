@@ -17,7 +17,7 @@ from sglang_pat.rollout.rounds import WeightsChanged
 from sglang_pat.testing.server import Server
 from sglang_pat.testing.tokenizer import EOS_ID, STOP_ID
 
-from .rollout_calls import STOPS, admitter, one_round, prompts, reached, schedule, tokens
+from .rollout_calls import STOPS, admitter, prompts, run_round, schedule, tokens, wait_for_schedule
 from .streams import GREEDY, check_idle
 
 
@@ -29,7 +29,7 @@ def either(request, server, servers, llama) -> Server:
 
 def test_a_round_of_groups(server):
     mine = admitter(*range(6), eta_responses=1.5)
-    groups, summary = one_round(server, mine, version=41)
+    groups, summary = run_round(server, mine, version=41)
     assert summary.returned == len(groups) == 3 and summary.kind == "short"
     for group in groups:
         for output in [sample.output for sample in group.list_kept()]:
@@ -48,12 +48,12 @@ def test_responses_are_those_of_generate(either):
     greedy = GREEDY | {"max_new_tokens": 60}
     wanted = server.generate([prompt | {"sampling_params": greedy} for _, prompt in prompts(0, 1, 2)])
     schedule(server, {"tp": 2, "arrived": 6, "step": 20})
-    groups, _ = one_round(server, admitter(0, 1, 2, eta_prompts=1.0), greedy)
-    assert [switch["requests"] for switch in reached(server)["switches"]] == [6]
+    groups, _ = run_round(server, admitter(0, 1, 2, eta_prompts=1.0), greedy)
+    assert [switch["requests"] for switch in wait_for_schedule(server)["switches"]] == [6]
     assert tokens(groups) == {(i, n): answer["output_ids"] for i, answer in enumerate(wanted) for n in range(2)}
 
 
-def spread_by(outputs: list[list[int]]) -> tuple[int, list[int]]:
+def choose_end(outputs: list[list[int]]) -> tuple[int, list[int]]:
     """A token that would end one of ``outputs`` long before any other, and how long all would be then."""
 
     def lengths(token: int) -> list[int]:
@@ -75,14 +75,14 @@ def test_partial_goes_on_with_the_same_tokens(either):
     greedy = GREEDY | {"max_new_tokens": 240}
     given = [prompts(index, tokens=10 + index)[0] for index in range(4)]
     whole = server.generate([prompt | {"sampling_params": greedy} for _, prompt in given])
-    stop, lengths = spread_by([answer["output_ids"] for answer in whole])
+    stop, lengths = choose_end([answer["output_ids"] for answer in whole])
     # One response is shorter than the others by far: the first round, which it ends, interrupts these.
     greedy = {"temperature": 0, "max_new_tokens": 240, "stop_token_ids": [stop]}
     mine = admitter(mode="partial", num_prompts=1, num_responses=1, eta_prompts=4.0, max_staleness=9)
     mine.feed(given, end_of=0)
     found, interrupted = {}, 0
     for version in range(4):
-        groups, summary = one_round(server, mine, greedy, version=version)
+        groups, summary = run_round(server, mine, greedy, version=version)
         assert summary.thrown == 0
         interrupted += len(summary.aborted_lengths)
         found |= {group.index: group.list_kept()[0].output for group in groups}
@@ -110,7 +110,7 @@ def test_rounds_with_switches_leave_no_kv(either, rounds):
         # Some switches come while samples are sent, some while they are aborted, some after the round.
         point = {chance.choice(["step", "batch", "tokens"]): chance.randrange(60)}
         schedule(server, {"tp": 2 - number % 2, "arrived": chance.randrange(3), **point})
-        groups, summary = one_round(server, mine)
+        groups, summary = run_round(server, mine)
         returned += [group.index for group in groups]
         kinds.append(summary.kind)
         aborted += len(summary.aborted_lengths)
@@ -124,10 +124,10 @@ def test_rounds_with_switches_leave_no_kv(either, rounds):
 
 def test_weights_between_rounds_and_in_one(server, llama):
     mine = admitter(*range(9))
-    one_round(server, mine, version=1)
+    run_round(server, mine, version=1)
     update = {"model_path": str(llama), "weight_version": "2"}
     assert server.post("/update_weights_from_disk", update).json()["success"]
-    groups, _ = one_round(server, mine, version=2)
+    groups, _ = run_round(server, mine, version=2)
     assert {
         version for group in groups for sample in group.list_kept() for version in sample.output.list_versions()
     } == {2}
@@ -137,7 +137,7 @@ def test_weights_between_rounds_and_in_one(server, llama):
     schedule(server, {"arrived": 5, "step": 5, "hold": True})
 
     def update_in_the_round() -> None:
-        reached(server)
+        wait_for_schedule(server)
         assert server.post("/pause_generation", {"mode": "in_place"}).status_code == 200
         schedule(server)
         # With requests alive SGLang's own flush would fail, and end the server.
@@ -151,7 +151,7 @@ def test_weights_between_rounds_and_in_one(server, llama):
     thread.join()
     assert len(mine.state.fresh) + len(mine.state.waiting) == before, "its prompts are where they were"
     check_idle(server)
-    assert len(one_round(server, mine, version=4)[0]) == 3
+    assert len(run_round(server, mine, version=4)[0]) == 3
 
 
 def test_samples_of_several_turns(server):
@@ -164,7 +164,7 @@ def test_samples_of_several_turns(server):
         return [300 + turn.number, 301] if turn.number < 2 else None
 
     mine = admitter(0, 1, num_prompts=2, num_responses=1, eta_prompts=1.0)
-    groups, summary = one_round(server, mine, sampling, version=7, environment=environment)
+    groups, summary = run_round(server, mine, sampling, version=7, environment=environment)
     assert max(turn.number for turn in turns) > 0
     for group in groups:
         output, at = group.list_kept()[0].output, 0
@@ -192,7 +192,7 @@ def test_a_round_that_is_left_aborts_its_requests(server):
 def test_what_the_server_refuses_is_said_in_its_own_words(server):
     mine = admitter(*range(5))
     with pytest.raises(ValueError, match="answered 400: .*top_p") as error:
-        one_round(server, mine, {"max_new_tokens": 20, "top_p": 7})
+        run_round(server, mine, {"max_new_tokens": 20, "top_p": 7})
     assert "\n" not in str(error.value)
     assert len(mine.state.fresh) == 5
     check_idle(server)
@@ -212,7 +212,7 @@ def test_a_client_that_dies_leaves_no_request_running(server):
     """It says nothing: its connections break, and the server aborts what came over them."""
     schedule(server, {"arrived": 10, "step": 60, "hold": True})
     process = subprocess.Popen([sys.executable, "-c", DYING, server.url])
-    reached(server)
+    wait_for_schedule(server)
     assert server.status()["requests"] == 10 and server.status()["rounds"]["open"]
     process.kill()
     process.wait()
@@ -222,7 +222,7 @@ def test_a_client_that_dies_leaves_no_request_running(server):
         assert time.monotonic() < begun + 60
         time.sleep(0.2)
     # The next round of this name takes the place of the one that nobody ends.
-    one_round(server, admitter(*range(5)))
+    run_round(server, admitter(*range(5)))
     check_idle(server)
 
 
@@ -234,7 +234,7 @@ def test_a_trainer_goes_on_from_its_checkpoint(server):
         found = {}
         for version in versions:
             mine.feed(prompts(*range(5 * version, 5 * version + 5)))
-            groups, _ = one_round(server, mine, sampling, version=version)
+            groups, _ = run_round(server, mine, sampling, version=version)
             assert len(groups) == 3
             found |= tokens(groups)
         return found

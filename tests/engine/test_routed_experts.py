@@ -52,14 +52,14 @@ def read(experts: bytes, kind: type = np.int32) -> np.ndarray:
     return np.sort(np.frombuffer(experts, kind).reshape(-1, 3, 2), axis=-1)
 
 
-def experts_of(answer: dict[str, Any]) -> np.ndarray:
+def read_experts(answer: dict[str, Any]) -> np.ndarray:
     return read(base64.b64decode(answer["meta_info"]["routed_experts"]))
 
 
 def check_same(answers: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
     assert tokens(answers) == tokens(wanted)
     for answer, want in zip(answers, wanted, strict=True):
-        got, known = experts_of(answer), experts_of(want)
+        got, known = read_experts(answer), read_experts(want)
         rows = want["meta_info"]["prompt_tokens"] + len(want["output_ids"]) - 1
         assert got.shape == known.shape == (rows, 3, 2)
         assert not (differ := np.flatnonzero((got != known).any(axis=(1, 2)))).size, differ
@@ -71,7 +71,7 @@ def test_switches_carry_them(server, stock):
     bodies += [{name: value for name, value in ask(1, 150).items() if name != "return_routed_experts"}]
     answers, records = through(server, bodies)
     assert all(record["migrated"] == 6 for record in records), records
-    assert len({row.tobytes() for answer in answers[:5] for row in experts_of(answer)}) > 50, "experts vary"
+    assert len({row.tobytes() for answer in answers[:5] for row in read_experts(answer)}) > 50, "experts vary"
     assert "routed_experts" not in answers.pop()["meta_info"]
     check_same(answers, stock(bodies[:5]))
 
@@ -137,7 +137,7 @@ def test_several_responses_turns_and_pieces(server, stock):
     copies: Any = first  # two answers
     (copy, whole, *known) = stock([ask(1, 80), ask(2, 90), ask(3, 1), ask(4, 90)])
     check_same([*copies, *others], [copy, copy, *known])
-    assert (experts_of(later) == experts_of(whole)[15:]).all()
+    assert (read_experts(later) == read_experts(whole)[15:]).all()
     streams = asyncio.run(stream_across(server, [ask(i, 130) for i in range(2)]))
     check_same([stream.answer for stream in streams], stock([ask(i, 130) for i in range(2)]))
     for wrong in (21, -1, "all"):
@@ -150,13 +150,13 @@ def test_rounds_return_them(server, stock):
     mine = rollout_calls.admitter(*range(8), mode="partial", max_staleness=1)
     sampling = {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
     rollout_calls.schedule(server, {"arrived": 4, "step": 10, "tp": 2}, {"step": 20, "tp": 1})
-    groups, _ = rollout_calls.one_round(server, mine, sampling, version=0)
-    groups += rollout_calls.one_round(server, mine, sampling, version=1)[0]
+    groups, _ = rollout_calls.run_round(server, mine, sampling, version=0)
+    groups += rollout_calls.run_round(server, mine, sampling, version=1)[0]
     bodies = [ask(0, 60) | {"input_ids": group.prompt["input_ids"]} for group in groups]
     for group, want in zip(groups, stock(bodies), strict=True):
         for sample in group.list_kept():
             assert sample.output.token_ids == want["output_ids"]
-            assert (read(sample.output.routed_experts, np.int16) == experts_of(want)).all()
+            assert (read(sample.output.routed_experts, np.int16) == read_experts(want)).all()
     check_idle(server)
 
 
@@ -176,7 +176,7 @@ async def test_requests_that_are_aborted_while_they_wait(server, session, stock)
         ids = answer["output_ids"]
         assert answer["meta_info"]["finish_reason"]["type"] == "abort" and ids == want["output_ids"][: len(ids)]
         rows = want["meta_info"]["prompt_tokens"] + len(ids) - 1
-        assert (experts_of(answer) == experts_of(want)[15 * (i == 3) : rows]).all() and len(ids) >= 20
+        assert (read_experts(answer) == read_experts(want)[15 * (i == 3) : rows]).all() and len(ids) >= 20
 
 
 def test_retracted_requests(servers, model, stock):
@@ -200,11 +200,11 @@ def test_an_engine_in_python(servers, model, stock):
     answers, outputs = map(json.loads, found.stdout.splitlines())
     for (token_ids, rows), want in zip(answers, stock(bodies), strict=True):
         assert token_ids == want["output_ids"]
-        assert (read(base64.b64decode(rows)) == experts_of(want)).all()
+        assert (read(base64.b64decode(rows)) == read_experts(want)).all()
     wanted = stock([ask(0, 30) | {"input_ids": given} for given, *_ in outputs])
     for (_, token_ids, rows), want in zip(outputs, wanted, strict=True):
         assert token_ids == want["output_ids"]
-        assert (read(bytes.fromhex(rows), np.int16) == experts_of(want)).all()
+        assert (read(bytes.fromhex(rows), np.int16) == read_experts(want)).all()
 
 
 def test_an_engine_without_the_flag_says_so(servers, model):

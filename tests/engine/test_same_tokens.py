@@ -171,7 +171,7 @@ class Runner:
             # For all schedules on this model at once: the stock server is needed just once.
             same = [(other, n) for n, other in SETUPS.items() if other.model == setup.model and n in plan]
             wanted = [other.schedule(n, seed) for other, n in same for seed in plan[n]]
-            schedule_runs.expected(reference(), wanted, known)
+            schedule_runs.add_expected(reference(), wanted, known)
         server = self.adaptive(name)
         totals = self.totals.setdefault(name, schedule_runs.Totals())
         outcome = schedule_runs.run(server, schedule)

@@ -13,7 +13,7 @@ import requests
 from sglang_pat.testing.server import Server
 
 from .conftest import FORGETS_RETRACTIONS
-from .streams import Body, body, endless, in_layout, tokens
+from .streams import Body, body, endless, tokens, wait_for_layout
 
 API_KEY, ADMIN_KEY = "api-secret", "admin-secret"
 ADMIN_HEADERS = {"Authorization": f"Bearer {ADMIN_KEY}"}
@@ -83,26 +83,26 @@ async def test_threshold_policy_merges_for_the_tail_and_splits_when_idle(watched
     bodies = [body(i, length) for i, length in enumerate((40, 55, 70, 85, 100, 115))]
     two = [endless(10 + i, rid=f"endless-{i}") for i in range(2)]
     wanted = await servers.stock(llama).generate_async(bodies)
-    before = await in_layout(watched.status, 1)
+    before = await wait_for_layout(watched.status, 1)
     tail = watched.begin(session, *two)
     assert tokens(await asyncio.gather(*watched.begin(session, *bodies))) == tokens(wanted)
-    await in_layout(watched.status, 2)
+    await wait_for_layout(watched.status, 2)
     await watched.abort(session, *two)
     await asyncio.gather(*tail)
-    await in_layout(watched.status, 1)
+    await wait_for_layout(watched.status, 1)
     found = [(r["from_tp"], r["to_tp"], r["requests"], r["reason"]) for r in watched.switches(before)]
     assert found[-2:] == [(1, 2, 2, "threshold"), (2, 1, 0, "threshold")]
 
 
 async def test_threshold_policy_splits_when_requests_arrive(watched, session):
-    before, long = await in_layout(watched.status, 1), endless(1, rid="endless")
+    before, long = await wait_for_layout(watched.status, 1), endless(1, rid="endless")
     first = watched.begin(session, long)
-    await in_layout(watched.status, 2)
+    await wait_for_layout(watched.status, 2)
     await asyncio.gather(*watched.begin(session, *(body(2 + i, 100) for i in range(4))))
-    await in_layout(watched.status, 2)
+    await wait_for_layout(watched.status, 2)
     await watched.abort(session, long)
     await asyncio.gather(*first)
-    await in_layout(watched.status, 1)
+    await wait_for_layout(watched.status, 1)
     records = watched.switches(before)
     assert [r["to_tp"] for r in records] == [2, 1, 2, 1] and records[0]["requests"] == 1
 
@@ -110,13 +110,13 @@ async def test_threshold_policy_splits_when_requests_arrive(watched, session):
 async def test_two_agents_merge_once_and_split_once(watched, session):
     """Six turns each.  The tools answer when the engine is empty: then it would go to the base layout, if nobody had
     announced the round."""
-    before = await in_layout(watched.status, 1)
+    before = await wait_for_layout(watched.status, 1)
     begun = {"requests": 2, "prompt_tokens": 20, "max_new_tokens": 3000}
     assert watched.ask("POST", "/pat/round", API_KEY, json=begun).status_code == 200
     assert watched.status()["rounds"]["missing"] == 2
     agents = [body(i, 3000, rid=f"agent-{i}") for i in range(2)]
     turns = watched.begin(session, *agents)
-    await in_layout(watched.status, 2)
+    await wait_for_layout(watched.status, 2)
     await watched.abort(session, *agents)
     for _ in range(5):
         answers = await asyncio.gather(*turns)
@@ -131,12 +131,12 @@ async def test_two_agents_merge_once_and_split_once(watched, session):
     await asyncio.gather(*turns)
     assert watched.status()["rounds"]["missing"] == 0
     assert watched.ask("DELETE", "/pat/round", API_KEY).status_code == 200
-    assert not (await in_layout(watched.status, 1))["rounds"]["open"]
+    assert not (await wait_for_layout(watched.status, 1))["rounds"]["open"]
     assert [r["to_tp"] for r in watched.switches(before)] == [2, 1]
 
 
 def test_metrics(watched):
-    status = asyncio.run(in_layout(watched.status, 1))
+    status = asyncio.run(wait_for_layout(watched.status, 1))
     samples = watched.metrics()
     ours = {name: value for name, value in samples.items() if name.startswith("sglang_pat_")}
     assert any(name.startswith("sglang:") for name in samples), "SGLang's own are there as well"

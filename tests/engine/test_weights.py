@@ -9,7 +9,20 @@ import pytest
 from sglang_pat.testing import models
 
 from .streams import GREEDY, hold, post, tokens
-from .weight_updates import A, B, C, D, E, Setup, Trainer, all_layouts_say, from_disk, from_tensor, layout, succeeded
+from .weight_updates import (
+    A,
+    B,
+    C,
+    D,
+    E,
+    Setup,
+    Trainer,
+    check_all_layouts,
+    check_success,
+    read_degree,
+    update_from_disk,
+    update_from_tensor,
+)
 
 SETUPS = {
     "2ranks": (2,),
@@ -31,34 +44,34 @@ def start(request, setup) -> int:
 
 def test_update_from_disk(setup, start):
     server = setup.start_in(start)
-    succeeded(from_disk(server, setup.marker, B, weight_version="disk"))
-    assert layout(server) == 1
+    check_success(update_from_disk(server, setup.marker, B, weight_version="disk"))
+    assert read_degree(server) == 1
     assert server.status()["weight_version"] == "disk"
     assert server.get("/model_info").json()["weight_version"] == "disk"
-    all_layouts_say(server, B)
+    check_all_layouts(server, B)
 
 
 def test_update_from_tensor(setup, start):
     server = setup.start_in(start)
-    succeeded(from_tensor(server, C, setup.ranks, weight_version="tensor"))
-    assert layout(server) == 1
+    check_success(update_from_tensor(server, C, setup.ranks, weight_version="tensor"))
+    assert read_degree(server) == 1
     assert server.status()["weight_version"] == "tensor"
-    all_layouts_say(server, C)
+    check_all_layouts(server, C)
 
 
 def test_update_from_distributed(setup, start):
     server = setup.start_in(start)
     trainer = Trainer(server, setup.ranks)
     try:
-        assert layout(server) == 1
+        assert read_degree(server) == 1
         server.reconfigure(start)
         trainer.send(D, weight_version="distributed")
-        assert layout(server) == 1
+        assert read_degree(server) == 1
         assert server.status()["weight_version"] == "distributed"
-        all_layouts_say(server, D)
+        check_all_layouts(server, D)
         server.reconfigure(start)
         trainer.send(E)
-        all_layouts_say(server, E)
+        check_all_layouts(server, E)
     finally:
         trainer.close()
 
@@ -66,18 +79,18 @@ def test_update_from_distributed(setup, start):
 def test_release_and_resume_memory(setup, start):
     server = setup.start_in(start)
     assert server.post("/release_memory_occupation", {}).status_code == 200
-    assert layout(server) == 1
+    assert read_degree(server) == 1
     refused = server.post("/pat/reconfigure", {"tp": 2})
     assert refused.status_code == 409 and "resume it first" in refused.json()["error"]["message"]
     assert server.post("/resume_memory_occupation", {}).status_code == 200
-    all_layouts_say(server, A)
+    check_all_layouts(server, A)
     server.reconfigure(start)
     for tag in ("kv_cache", "weights"):
         assert server.post("/release_memory_occupation", {"tags": [tag]}).status_code == 200
     for tag in ("weights", "kv_cache"):
         assert server.post("/resume_memory_occupation", {"tags": [tag]}).status_code == 200
-    succeeded(from_disk(server, setup.marker, B))
-    all_layouts_say(server, B)
+    check_success(update_from_disk(server, setup.marker, B))
+    check_all_layouts(server, B)
 
 
 def test_get_weights_by_name(setup, start):
@@ -88,7 +101,7 @@ def test_get_weights_by_name(setup, start):
         got = server.post("/get_weights_by_name", {"name": name, "truncate_size": 3}).json()
         assert got == [pytest.approx(row) for row in wanted]
         server.reconfigure(start)
-        succeeded(from_disk(server, setup.marker, B))
+        check_success(update_from_disk(server, setup.marker, B))
         server.reconfigure(start)
 
 
@@ -110,15 +123,15 @@ async def test_update_with_requests_alive_in_the_tail(two, session, mode):
     await server.set_schedule(session)
     assert server.status()["requests"] == 4
     # Requests that are paused in place hold KV.
-    succeeded(await asyncio.to_thread(from_disk, server, two.marker, B, flush_cache=mode == "retract"))
-    assert layout(server) == 1
+    check_success(await asyncio.to_thread(update_from_disk, server, two.marker, B, flush_cache=mode == "retract"))
+    assert read_degree(server) == 1
     server.reconfigure(2)
     assert await post(session, server, "/continue_generation", {}) == 200
     for ids in tokens(await asyncio.gather(*work)):
         assert len(ids) == 200
         assert ids[0] == A and ids[-1] != A, "old weights at first, not the old ones at last"
     assert server.post("/flush_cache").status_code == 200
-    await asyncio.to_thread(all_layouts_say, server, B)
+    await asyncio.to_thread(check_all_layouts, server, B)
 
 
 @pytest.mark.parametrize("aborts", [False, True])
@@ -126,11 +139,11 @@ async def test_update_waits_for_running_requests_or_aborts_them(two, session, ab
     """Without a pause SGLang lets running requests finish with the weights they began with."""
     server = await asyncio.to_thread(two.start_in, 1)
     work = await hold(server, session, alive(3000 if aborts else 200), step=STEP, tp=2)
-    update = asyncio.to_thread(from_disk, server, two.marker, B, abort_all_requests=aborts)
+    update = asyncio.to_thread(update_from_disk, server, two.marker, B, abort_all_requests=aborts)
     update = asyncio.ensure_future(update)
     await server.set_schedule(session)
-    succeeded(await update)
+    check_success(await update)
     for answer in await asyncio.gather(*work):
         assert set(answer["output_ids"]) == {A}
         assert answer["meta_info"]["finish_reason"]["type"] == ("abort" if aborts else "length")
-    await asyncio.to_thread(all_layouts_say, server, B)
+    await asyncio.to_thread(check_all_layouts, server, B)

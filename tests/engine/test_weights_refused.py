@@ -21,23 +21,23 @@ from .weight_updates import (
     C,
     D,
     Trainer,
-    all_layouts_say,
-    flattened,
-    from_tensor,
-    group_of,
+    check_all_layouts,
+    check_success,
+    describe_group,
+    flatten,
     say,
-    serialized,
-    succeeded,
+    serialize,
+    update_from_tensor,
 )
 
 
 def test_tensors_are_addressed_by_physical_rank(two):
     """In the base layout each rank is a replica of TP rank 0; its item is still the one of its own number."""
     server = two.start_in(2)
-    succeeded(from_tensor(server, [B, C], 2))
+    check_success(update_from_tensor(server, [B, C], 2))
     assert sorted({tuple(tokens) for tokens in say(server, count=8, tokens=100)}) == [(B,), (C,)]
-    succeeded(from_tensor(server, D, 2))
-    all_layouts_say(server, D)
+    check_success(update_from_tensor(server, D, 2))
+    check_all_layouts(server, D)
 
 
 def test_update_that_fails_changes_nothing(two, tmp_path):
@@ -47,7 +47,7 @@ def test_update_that_fails_changes_nothing(two, tmp_path):
     response = server.post("/update_weights_from_disk", body)
     assert response.status_code == 400 and not response.json()["success"]
     assert server.status()["weight_version"] == version
-    all_layouts_say(server, A)
+    check_all_layouts(server, A)
 
 
 def wrong(state: dict[str, Any], what: str) -> dict[str, Any]:
@@ -73,7 +73,7 @@ WRONG = {
 REFUSED = "weight update refused, no tensor of this request was written; send the whole update again"
 
 
-def refused(response: Any, said: str) -> None:
+def check_refused(response: Any, said: str) -> None:
     assert response.status_code == 400, response.text
     message = response.json()["message"]
     assert message.startswith(f"{REFUSED}: ") and said in message
@@ -85,10 +85,10 @@ def test_update_that_does_not_fit_is_refused_as_a_whole(two, what):
     """Tensors in shared memory, and in one bucket; no rank takes any of them."""
     server = two.start_in(2)
     named = list(wrong(models.make_marker_state_dict(B), what).items())
-    for tensors, more in ((named, {}), (flattened(named), {"load_format": "flattened_bucket"})):
-        body = {"serialized_named_tensors": [serialized(tensors)] * two.ranks} | more
-        refused(server.post("/update_weights_from_tensor", body), WRONG[what])
-    all_layouts_say(server, A)
+    for tensors, more in ((named, {}), (flatten(named), {"load_format": "flattened_bucket"})):
+        body = {"serialized_named_tensors": [serialize(tensors)] * two.ranks} | more
+        check_refused(server.post("/update_weights_from_tensor", body), WRONG[what])
+    check_all_layouts(server, A)
 
 
 def test_what_came_before_a_request_that_is_refused_stays(two):
@@ -99,16 +99,16 @@ def test_what_came_before_a_request_that_is_refused_stays(two):
     second += list(wrong(dict(second), "name").items())[-1:]
 
     def send(named: list[tuple[str, Any]]) -> Any:
-        items = [serialized(named)] * two.ranks
+        items = [serialize(named)] * two.ranks
         return server.post("/update_weights_from_tensor", {"serialized_named_tensors": items})
 
-    succeeded(send(first))
+    check_success(send(first))
     half = say(server)
     assert not {A, B} & set.union(*half)
-    refused(send(second), WRONG["name"])
+    check_refused(send(second), WRONG["name"])
     assert say(server) == half, "none of the second request was written"
-    succeeded(from_tensor(server, B, two.ranks))
-    all_layouts_say(server, B)
+    check_success(update_from_tensor(server, B, two.ranks))
+    check_all_layouts(server, B)
 
 
 def test_update_that_one_rank_cannot_take_is_refused_by_all(two):
@@ -116,16 +116,16 @@ def test_update_that_one_rank_cannot_take_is_refused_by_all(two):
     state = models.make_marker_state_dict(B)
     right, bad = list(state.items()), list(wrong(state, "name").items())
     for items, said in (
-        ([serialized(right), serialized(bad)], WRONG["name"]),
-        ([serialized(bad), serialized(right)], WRONG["name"]),
-        ([serialized(right)], "1 items for 2 ranks, must be one for each"),
-        ([serialized(right), "bm9ib2R5"], "UnpicklingError"),
+        ([serialize(right), serialize(bad)], WRONG["name"]),
+        ([serialize(bad), serialize(right)], WRONG["name"]),
+        ([serialize(right)], "1 items for 2 ranks, must be one for each"),
+        ([serialize(right), "bm9ib2R5"], "UnpicklingError"),
     ):
-        refused(server.post("/update_weights_from_tensor", {"serialized_named_tensors": items}), said)
+        check_refused(server.post("/update_weights_from_tensor", {"serialized_named_tensors": items}), said)
         assert say(server) == [{A}] * 4
-    all_layouts_say(server, A)
-    succeeded(from_tensor(server, C, two.ranks))
-    all_layouts_say(server, C)
+    check_all_layouts(server, A)
+    check_success(update_from_tensor(server, C, two.ranks))
+    check_all_layouts(server, C)
 
 
 def test_broadcast_that_does_not_fit_is_received_and_refused(two):
@@ -134,10 +134,10 @@ def test_broadcast_that_does_not_fit_is_received_and_refused(two):
     trainer = Trainer(server, two.ranks)
     try:
         for what, said in WRONG.items():
-            refused(trainer.broadcast(wrong(models.make_marker_state_dict(B), what)), said)
-        all_layouts_say(server, A)
+            check_refused(trainer.broadcast(wrong(models.make_marker_state_dict(B), what)), said)
+        check_all_layouts(server, A)
         trainer.send(C)
-        all_layouts_say(server, C)
+        check_all_layouts(server, C)
     finally:
         trainer.close()
 
@@ -148,7 +148,7 @@ def test_trainer_that_dies_in_an_update_leaves_the_old_weights(two):
     argv = [str(port), str(two.ranks)]
     trainer = popen(two.servers.prefork, "tests.engine.weight_updates", argv, os.environ, stdin=subprocess.PIPE)
     try:
-        succeeded(server.post("/init_weights_update_group", group_of(port, two.ranks)))
+        check_success(server.post("/init_weights_update_group", describe_group(port, two.ranks)))
         state, answers = models.make_marker_state_dict(B), []
         shapes = [list(tensor.shape) for tensor in state.values()]
         body = dict(names=list(state), dtypes=["float32"] * len(state), shapes=shapes, group_name=GROUP)
@@ -159,12 +159,12 @@ def test_trainer_that_dies_in_an_update_leaves_the_old_weights(two):
         trainer.wait(200)
         post.join(200)
         assert answers, "the engine waits for ever"
-        refused(answers[0], "Failed to update parameter online")
-        succeeded(server.post("/destroy_weights_update_group", {"group_name": GROUP}))
-        all_layouts_say(server, A)
+        check_refused(answers[0], "Failed to update parameter online")
+        check_success(server.post("/destroy_weights_update_group", {"group_name": GROUP}))
+        check_all_layouts(server, A)
         other = Trainer(server, two.ranks)
         other.send(C)
-        all_layouts_say(server, C)
+        check_all_layouts(server, C)
         other.close()
     finally:
         trainer.kill()

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang_pat.testing import models
@@ -24,30 +24,36 @@ A, B, C, D, E = 100, 200, 300, 400, 450
 GROUP = "marker_update"
 
 
-def degrees(server: Server) -> list[int]:
+def list_degrees(server: Server) -> list[int]:
     return [layout["tp"] for layout in server.status()["candidates"]]
 
 
-def layout(server: Server) -> int:
+def read_degree(server: Server) -> int:
     return server.status()["layout"]["tp"]
 
 
-def body(seed: int, tokens: int) -> dict[str, Any]:
+def make_body(seed: int, tokens: int) -> dict[str, Any]:
     return {"input_ids": [seed, 8, 9, 10], "sampling_params": GREEDY | {"max_new_tokens": tokens}}
 
 
 def say(server: Server, count: int = 0, tokens: int = 6) -> list[set[int]]:
     """What ``count`` requests (default: two for each rank) say; the prompts are the same every time,
     so that values left in a cache would be found out."""
-    count = count or 2 * max(degrees(server))
-    return [set(answer["output_ids"]) for answer in server.generate([body(50 + i, tokens) for i in range(count)])]
+    count = count or 2 * max(list_degrees(server))
+    return [set(answer["output_ids"]) for answer in server.generate([make_body(50 + i, tokens) for i in range(count)])]
 
 
-def all_layouts_say(server: Server, token: int) -> None:
-    """Every layout, entered from below and from above, generates with the weights of ``token``."""
-    up = degrees(server)
+def visit_layouts(server: Server) -> Iterator[int]:
+    """Enter every layout, from below and from above; the degree of each."""
+    up = list_degrees(server)
     for tp in [*up, *reversed(up[:-1])]:
         server.reconfigure(tp)
+        yield tp
+
+
+def check_all_layouts(server: Server, token: int) -> None:
+    """Every layout generates with the weights of ``token``."""
+    for tp in visit_layouts(server):
         said = say(server)
         assert said == [{token}] * len(said), f"tp={tp} says {said}, the weights are those of {token}"
 
@@ -55,11 +61,11 @@ def all_layouts_say(server: Server, token: int) -> None:
 # -- three ways to send weights -------------------------------------------------------------------------
 
 
-def from_disk(server: Server, marker, token: int, **fields: Any) -> Any:
+def update_from_disk(server: Server, marker, token: int, **fields: Any) -> Any:
     return server.post("/update_weights_from_disk", {"model_path": str(marker(token))} | fields)
 
 
-def serialized(named: Any) -> str:
+def serialize(named: Any) -> str:
     """As an RL framework in another process tree sends it."""
     from sglang_pat.cpu import shim
 
@@ -73,24 +79,24 @@ def serialized(named: Any) -> str:
     return retry_late(MultiprocessingSerializer.serialize)(named, output_str=True)
 
 
-def flattened(named: Any) -> Any:
-    """These tensors as one, as most frameworks send them; to be :func:`serialized`."""
-    serialized([])  # installs the shim, without which SGLang does not import here
+def flatten(named: Any) -> Any:
+    """These tensors as one, as most frameworks send them, for :func:`serialize`."""
+    serialize([])  # installs the shim, without which SGLang does not import here
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
     bucket = FlattenedTensorBucket(named_tensors=list(named))
     return {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
 
 
-def from_tensor(server: Server, token: int | list[int], ranks: int, **fields: Any) -> Any:
+def update_from_tensor(server: Server, token: int | list[int], ranks: int, **fields: Any) -> Any:
     """One serialized item for each physical rank; ``token`` may name another one for each."""
     tokens = token if isinstance(token, list) else [token] * ranks
     states = [list(models.make_marker_state_dict(one).items()) for one in tokens]
-    items = [serialized(state) for state in states]
+    items = [serialize(state) for state in states]
     return server.post("/update_weights_from_tensor", {"serialized_named_tensors": items} | fields)
 
 
-def join(port: int, ranks: int) -> Any:
+def join_group(port: int, ranks: int) -> Any:
     """The update group of a trainer, its rank 0, and so many ranks of an engine."""
     from sglang_pat.cpu import shim
 
@@ -102,7 +108,7 @@ def join(port: int, ranks: int) -> Any:
     )
 
 
-def group_of(port: int, ranks: int) -> dict[str, Any]:
+def describe_group(port: int, ranks: int) -> dict[str, Any]:
     """The same, for ``/init_weights_update_group``."""
     body = dict(master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=ranks + 1)
     return body | dict(group_name=GROUP, backend="gloo")
@@ -113,9 +119,9 @@ class Trainer:
 
     def __init__(self, server: Server, ranks: int) -> None:
         self.server, port = server, find_free_port()
-        answer = self._beside("/init_weights_update_group", group_of(port, ranks))
-        self.group = join(port, ranks)
-        succeeded(answer())
+        answer = self._beside("/init_weights_update_group", describe_group(port, ranks))
+        self.group = join_group(port, ranks)
+        check_success(answer())
 
     def _beside(self, path: str, body: Any) -> Callable[[], Any]:
         """Post in a thread; the caller takes part in the collective meanwhile."""
@@ -145,7 +151,7 @@ class Trainer:
         return answer()
 
     def send(self, token: int, **fields: Any) -> None:
-        succeeded(self.broadcast(models.make_marker_state_dict(token), **fields))
+        check_success(self.broadcast(models.make_marker_state_dict(token), **fields))
 
     def close(self) -> None:
         import torch.distributed as dist
@@ -155,7 +161,7 @@ class Trainer:
         dist.destroy_process_group(self.group)
 
 
-def succeeded(response: Any) -> None:
+def check_success(response: Any) -> None:
     assert response.status_code == 200 and response.json()["success"], response.text
 
 
@@ -174,7 +180,7 @@ class Setup:
     def start_in(self, tp: int) -> Server:
         """The server, with the weights of A, in layout ``tp``."""
         server = self.server
-        succeeded(from_disk(server, self.marker, A))
+        check_success(update_from_disk(server, self.marker, A))
         server.reconfigure(tp)
         said = say(server)
         assert said == [{A}] * len(said)
@@ -186,7 +192,7 @@ def main(port: str, ranks: str) -> None:
     import torch
     import torch.distributed as dist
 
-    group = join(int(port), int(ranks))
+    group = join_group(int(port), int(ranks))
     for shape in json.load(sys.stdin):
         dist.broadcast(torch.ones(shape), src=0, group=group)
     os._exit(1)

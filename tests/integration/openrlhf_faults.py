@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from examples.openrlhf_grpo.reward import reward_func
-from sglang_pat.server.inprocess import InProcessEngine
+from sglang_pat.host.inprocess import InProcessEngine
 
 __all__ = ["reward_func"]
 

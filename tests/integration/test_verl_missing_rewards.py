@@ -22,11 +22,11 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.losses import ppo_loss
 
+from reward_sandbox.limits import LimitRules
 from sglang_pat.integrations.verl import missing_rewards, response_ends, reward_ledger
 from sglang_pat.integrations.verl.fields import MISSING, STOPS
 from sglang_pat.integrations.verl.missing_rewards import METRIC, choose_keys, judge_given, leave_out
 from sglang_pat.integrations.verl.reward_ledger import RewardLedger
-from sglang_pat.rewards.limits import LimitRules
 
 from .test_verl_tail_batching import BATCH, EVICTED, TEXTS, World
 

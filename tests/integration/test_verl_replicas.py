@@ -15,8 +15,8 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplicaRegistry, ge
 
 from sglang_pat import plugin
 from sglang_pat.integrations import CALLS
-from sglang_pat.launch import attach
 from sglang_pat.messages import BeginRound, EndRound
+from sglang_pat.server import attach
 
 RolloutReplicaRegistry.get("sglang")  # puts stand-ins for vLLM's modules in place
 from verl.workers.rollout.sglang_rollout import sglang_rollout  # noqa: E402
@@ -108,7 +108,7 @@ def test_sglang_streams_layers_in_their_servers(monkeypatch):
         seen.append((os.environ.get("SGLANG_PAT_STREAM_LAYERS"), os.environ.get("SGLANG_PAT")))
 
     monkeypatch.setattr(SGLangHttpServer, "launch_server", launch_server)
-    monkeypatch.setattr(replicas, "stream_layers", lambda: seen.append("attached"))
+    monkeypatch.setattr(replicas, "attach_layers", lambda: seen.append("attached"))
     monkeypatch.setenv("SGLANG_PAT", "base_tp=1")
     monkeypatch.setenv("SGLANG_PAT_STREAM_LAYERS", "")  # to be put back
     server = PlainServer.__new__(PlainServer)

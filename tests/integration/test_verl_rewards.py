@@ -24,13 +24,13 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.reward_score import default_compute_score
 from verl_grpo import run_cpu
 
+from reward_sandbox import programs
+from reward_sandbox.limits import CaseRun, LimitRules
 from sglang_pat.integrations.verl import reward_ledger, rewards, trainers
 from sglang_pat.integrations.verl.fields import MISSING
 from sglang_pat.integrations.verl.missing_rewards import METRIC
 from sglang_pat.integrations.verl.reward_ledger import RewardLedger, TrainerLedger, make_metrics
 from sglang_pat.integrations.verl.reward_programs import ProgramScorer
-from sglang_pat.rewards import programs
-from sglang_pat.rewards.limits import CaseRun, LimitRules
 
 from . import verl_reward_jobs, verl_rewards
 from .jobs import ROOT, SWITCHING, Job

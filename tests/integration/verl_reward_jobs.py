@@ -94,8 +94,8 @@ def _watch_trainer() -> None:
 
 
 def _answer_with_programs() -> None:
+    from reward_sandbox.programs import _Runner
     from sglang_pat.integrations.verl.reward_programs import ProgramScorer
-    from sglang_pat.rewards.programs import _Runner
 
     score, run, count = ProgramScorer.score, _Runner.run, itertools.count()
 

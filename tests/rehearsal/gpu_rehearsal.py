@@ -182,7 +182,7 @@ def graphs_of_one_layout() -> None:
     install = Layouts.install
 
     def careless(self: Layouts, layout: Any) -> Any:
-        kept = self.runner.graph_runner if self.current.layout != layout else self[layout].graph_runner
+        kept = self.runner.graph_runner if self.current.layout != layout else self[layout].parts.graph_runner
         runtime = install(self, layout)
         self.runner.graph_runner = kept
         return runtime

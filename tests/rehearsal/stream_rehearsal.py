@@ -148,7 +148,7 @@ def _find_place(tensor: torch.Tensor) -> int:
 def register() -> None:
     """Entry point; called in every process of an engine."""
     if given := os.environ.get(ENV):
-        from sglang_pat.judge import layers
+        from stream_layers import layers
 
         order, _, seed = given.partition(" ")
         layers.get_device_module = lambda device: Streams(late=order == "late")
@@ -158,8 +158,8 @@ def register() -> None:
 
 def draw_counts(seed: str) -> None:
     """Have each rank want another number of streamed layers whenever it looks at its memory."""
-    from sglang_pat.judge import follow
-    from sglang_pat.judge.plan import FEWEST
+    from stream_layers import follow
+    from stream_layers.plan import FEWEST
 
     def choose(self: Any, free: int) -> int:
         draws = self.__dict__.setdefault("draws", random.Random(f"{seed} of rank {self._runner.tp_rank}"))

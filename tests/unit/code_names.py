@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "sglang_pat"
-FOLDERS = ("python/sglang_pat", "profiler", "studies", "bench", "examples", "tests")
+FOLDERS = ("python", "profiler", "studies", "bench", "examples", "tests")
 
 
 @dataclass
@@ -108,7 +108,7 @@ def list_objects() -> frozenset[str]:
 
 
 @cache
-def list_of_sglang() -> frozenset[str]:
+def list_names_of_sglang() -> frozenset[str]:
     """What the contract has of SGLang, by qualified name, and each part of it."""
     text = (PACKAGE / "launch/contract.txt").read_text()
     names = re.findall(r"^[\w.]+:([\w.]+)\(", text, re.MULTILINE)
@@ -138,7 +138,7 @@ def has_member(module: Scope, owner: Scope, name: str) -> bool:
         found = find_class(home, base)
         if found is not None and has_member(home, found, name):
             return True
-        if found is None and f"{base.rpartition('.')[2]}.{name}" in list_of_sglang():
+        if found is None and f"{base.rpartition('.')[2]}.{name}" in list_names_of_sglang():
             return True
     return False
 
@@ -177,4 +177,4 @@ def is_member(target: str) -> bool:
     """Whether some class, ours or SGLang's, has this name and this member: ``Class.member``."""
     owner, _, name = target.rpartition(".")
     owners = (each for each in list_classes() if each.name.endswith(f".{owner}"))
-    return target in list_of_sglang() or any(has_member(each, each, name) for each in owners)
+    return target in list_names_of_sglang() or any(has_member(each, each, name) for each in owners)

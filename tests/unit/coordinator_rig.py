@@ -84,7 +84,7 @@ class Rig:
         return [obj for obj in self.world.server if isinstance(obj, m.ReconfigureReply)]
 
 
-def with_a_fast_leader():
+def make_rig_with_a_fast_leader():
     """Leader 0 works in the new layout, ends both requests and reports, before rank 1 has said that it switched."""
     rig = Rig(1, 2)
     rig.rounds(1, requests=2)

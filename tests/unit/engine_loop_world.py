@@ -39,7 +39,7 @@ def admitter(*lengths: int, **rules: Any) -> Admitter:
     return rounds_world.admitter(*lengths, end=False, eta_prompts=2.0, **rules)
 
 
-async def events_of(mine: Admitter, engine: Ticking, judge=None) -> AsyncGenerator[Group | Summary, None]:
+async def list_events(mine: Admitter, engine: Ticking, judge=None) -> AsyncGenerator[Group | Summary, None]:
     """As ``Engine.async_rollout``."""
     round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": FOREVER}, judge or keep_every_group)
     try:
@@ -55,6 +55,6 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "engine loop"]
 
 
-async def thread_of_the_loop() -> threading.Thread:
+async def get_thread_of_the_loop() -> threading.Thread:
     await asyncio.sleep(0)
     return threading.current_thread()

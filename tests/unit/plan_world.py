@@ -16,7 +16,7 @@ def divisors(n: int) -> list[int]:
     return [t for t in range(1, n + 1) if n % t == 0]
 
 
-def heads_of(kv_heads: int, layout: ParallelLayout, rank: int) -> list[int]:
+def list_heads(kv_heads: int, layout: ParallelLayout, rank: int) -> list[int]:
     """Heads of a rank as SGLang deals them: evenly, or one to neighbours."""
     tp_rank = layout.group(layout.group_of(rank)).index(rank)
     if layout.tp >= kv_heads:

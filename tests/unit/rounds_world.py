@@ -86,6 +86,6 @@ def admitter(*lengths: Any, mode: str = "strict", end: bool = True, **rules: Any
     return made
 
 
-async def all_of(round_: RolloutRound) -> list:
+async def list_events(round_: RolloutRound) -> list:
     async with aclosing(aiter(round_)) as events:
         return [event async for event in events]

@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.rewards.local import Bubblewrap
-from sglang_pat.rewards.runs import Resources
+from reward_sandbox.local import Bubblewrap
+from reward_sandbox.runs import Resources
 
 MEMORY, PROCESSES, TMP, OUTPUT = 256 << 20, 6, 8 << 20, 100_000
 SECRET = "a key of the job"

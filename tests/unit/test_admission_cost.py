@@ -12,7 +12,7 @@ from sglang_pat.rollout.records import SampleId
 from sglang_pat.rollout.rounds import RolloutRound
 
 from .admission_world import dumps, loads, strict, whole_epoch
-from .rounds_world import Played, admitter, all_of
+from .rounds_world import Played, admitter, list_events
 from .test_simulated_rounds import Constant, simulation
 
 pytestmark = pytest.mark.unit
@@ -21,7 +21,7 @@ LENGTHS = "body-atom:6.363,0.70,16384,0.02"
 MANY_LONG = "body-atom:5,0.2,4000,0.1"
 
 
-def told(shape: str, rounds: int, **rules) -> list:
+def list_summaries(shape: str, rounds: int, **rules) -> list:
     """Summaries of rounds in which a step takes 10 ms whatever runs."""
     job = simulation(shape, predictor=Constant(), **{"eta_responses": 1.0} | rules)
     return [job.run_round(version).summary for version in range(rounds)]
@@ -41,8 +41,8 @@ def test_the_chance_of_a_bin_to_have_the_longest():
 
 @pytest.mark.parametrize("eta", [1.0, 1.25])
 def test_plain_seconds_are_those_of_plain_rounds(eta):
-    plain = [summary.seconds for summary in told(LENGTHS, 100, eta_prompts=1.0)]
-    last = told(LENGTHS, 40, eta_responses=eta)[-1]
+    plain = [summary.seconds for summary in list_summaries(LENGTHS, 100, eta_prompts=1.0)]
+    last = list_summaries(LENGTHS, 40, eta_responses=eta)[-1]
     assert last.plain_seconds == pytest.approx(sum(plain) / len(plain), rel=0.25)
     assert last.mean_seconds < 0.7 * last.plain_seconds
     assert last.warning == ""
@@ -50,14 +50,14 @@ def test_plain_seconds_are_those_of_plain_rounds(eta):
 
 def test_a_job_is_told_once_that_tail_batching_does_not_pay(caplog):
     """A tenth of the responses is long: most prompts have such a one, in each draw."""
-    warnings = [summary.warning for summary in told(MANY_LONG, 25, unbiased=True)]
+    warnings = [summary.warning for summary in list_summaries(MANY_LONG, 25, unbiased=True)]
     lines = [warning for warning in warnings if warning]
     assert warnings.index(lines[0]) == 15 and len(lines) == 1
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert lines[0].startswith("tail batching (strict, unbiased): its rounds take ")
     assert "s on average, with these lengths plain ones (eta_prompts and eta_responses 1) would take some" in lines[0]
     assert "tokens are generated for each one returned" in lines[0]
-    assert not any(summary.warning for summary in told(MANY_LONG, 25, eta_prompts=1.0))
+    assert not any(summary.warning for summary in list_summaries(MANY_LONG, 25, eta_prompts=1.0))
 
 
 class Slow(Played):
@@ -70,7 +70,7 @@ class Slow(Played):
 
 async def test_a_round_on_an_engine_is_timed():
     engine, mine = Slow(), admitter(3, 3, 3)
-    *groups, summary = await all_of(RolloutRound(mine, engine, 0, {"max_new_tokens": 50}))
+    *groups, summary = await list_events(RolloutRound(mine, engine, 0, {"max_new_tokens": 50}))
     assert all(sample.output.seconds > 0 for group in groups for sample in group.list_kept())
     assert summary.seconds == summary.mean_seconds > 0 and summary.plain_seconds > 0
     assert loads(dumps(mine)).state.cost == mine.state.cost

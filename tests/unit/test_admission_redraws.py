@@ -34,7 +34,7 @@ def after_a_short_round(length, **given) -> World:
     return world
 
 
-def started(world: World) -> list[int]:
+def list_started(world: World) -> list[int]:
     return [sample.number for sample in world.running]
 
 
@@ -58,7 +58,7 @@ def test_the_lowest_draw_that_is_not_rejected_wins_whichever_ends_first():
     world.begin()
     for _ in range(2):
         world.finish(next(iter(world.running)))
-    assert started(world) == [2, 3, 4, 5]
+    assert list_started(world) == [2, 3, 4, 5]
     third, fourth, *higher = world.running
     for sample in (third, *higher):
         world.finish(sample)
@@ -77,7 +77,7 @@ def test_higher_draws_are_stopped_as_soon_as_a_lower_one_is_known_to_be_kept():
     world.finish(first)
     assert world.stopping == higher[1:]
     world.stop(higher[1], 2)
-    assert started(world) == [3], "what was stopped is not started again"
+    assert list_started(world) == [3], "what was stopped is not started again"
     world.finish(second)
     assert world.rounds[-1].kept_lengths == [300, 500]
     assert world.rounds[-1].thrown == 2 * 3 + 3 + 2

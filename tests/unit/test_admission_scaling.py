@@ -115,7 +115,7 @@ def test_in_larger_rounds_as_well(seed: int):
     anything(1000 + seed, prompts=40, responses=6, events=700)
 
 
-def lines_of_events(mode: str, prompts: int) -> int:
+def count_lines(mode: str, prompts: int) -> int:
     """Of the costliest of the events in the middle of a round's samples."""
     admitter = Admitter(Rules(mode=mode, num_prompts=prompts, num_responses=4, eta_responses=1.0))
     admitter.feed([((0, index), None) for index in range(6 * prompts)])
@@ -144,4 +144,4 @@ def lines_of_events(mode: str, prompts: int) -> int:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_event_costs_the_same_in_a_round_of_any_size(mode: str):
-    assert lines_of_events(mode, 64) <= lines_of_events(mode, 8) + 40
+    assert count_lines(mode, 64) <= count_lines(mode, 8) + 40

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.unit
 GOOD = json.loads(profiles.msgspec.json.encode(crossing()))
 
 
-def changed(*path, to) -> bytes:
+def change_profile(*path, to) -> bytes:
     """A good profile with another value at ``path``."""
     value = json.loads(json.dumps(GOOD))
     holder = value
@@ -33,7 +33,7 @@ def changed(*path, to) -> bytes:
 
 
 def without(tp: int) -> bytes:
-    return changed("decode", to=[point for point in GOOD["decode"] if point["tp"] != tp])
+    return change_profile("decode", to=[point for point in GOOD["decode"] if point["tp"] != tp])
 
 
 PROFILES = [
@@ -41,11 +41,14 @@ PROFILES = [
     (json.dumps(GOOD).encode()[:-40], "not JSON"),
     (b"[" * 100_000, "nested too deeply"),
     (b'{"version": 1}', "has format version 1, this package reads 2"),
-    (changed("decode", 3, "seconds", to=-1.0), "decode[3].seconds is -1.0: expected float >= 1e-09"),
-    (changed("decode", 1, to=GOOD["decode"][0]), "decode[1]: the same point as decode[0]"),
-    (changed("fingerprint", "num_ranks", to=1 << 40), "fingerprint.num_ranks is 1099511627776: expected int <= 1024"),
-    (changed("fingerprint", "degrees", to=[1, 4, 2]), "given are 1, 4, 2"),
-    (changed("switches", to=[]), "no switches"),
+    (change_profile("decode", 3, "seconds", to=-1.0), "decode[3].seconds is -1.0: expected float >= 1e-09"),
+    (change_profile("decode", 1, to=GOOD["decode"][0]), "decode[1]: the same point as decode[0]"),
+    (
+        change_profile("fingerprint", "num_ranks", to=1 << 40),
+        "fingerprint.num_ranks is 1099511627776: expected int <= 1024",
+    ),
+    (change_profile("fingerprint", "degrees", to=[1, 4, 2]), "given are 1, 4, 2"),
+    (change_profile("switches", to=[]), "no switches"),
     (without(tp=4), "no decode times of tp=4, with all 1 replicas at work"),
 ]
 OTHERS = [

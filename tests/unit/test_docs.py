@@ -25,10 +25,10 @@ def pages() -> list[Path]:
 
 def anchors(page: Path) -> set[str]:
     """Of its headings."""
-    return anchors_of(FENCE.sub("", page.read_text()))
+    return list_anchors(FENCE.sub("", page.read_text()))
 
 
-def anchors_of(text: str) -> set[str]:
+def list_anchors(text: str) -> set[str]:
     """Of the headings in a text, as GitHub and most others make them."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
@@ -115,7 +115,7 @@ def read_section(page: Path, anchor: str) -> str:
     """A page, or the part of it from a heading to the next one that is not below it."""
     text = page.read_text()
     for heading in re.finditer(r"^(#+) .+$", text, re.MULTILINE):
-        if anchor and anchor in anchors_of(heading.group()):
+        if anchor and anchor in list_anchors(heading.group()):
             end = re.search(rf"^#{{1,{len(heading.group(1))}}} ", text[heading.end() :], re.MULTILINE)
             return text[heading.start() : heading.end() + end.start() if end else None]
     return text

@@ -14,8 +14,8 @@ from .code_names import (
     ROOT,
     is_member,
     list_files,
+    list_names_of_sglang,
     list_objects,
-    list_of_sglang,
     make_module_name,
     read_modules,
     resolves,
@@ -41,10 +41,10 @@ def test_roles_in_the_code_point_to_something():
 
 @cache
 def list_constants() -> frozenset[str]:
-    """Strings of the package and the profiler."""
+    """Strings of the packages."""
     return frozenset(
         node.value
-        for path in list_files() if path.is_relative_to(PACKAGE)
+        for path in list_files() if path.is_relative_to(PACKAGE.parent)
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )  # fmt: skip
@@ -52,9 +52,10 @@ def list_constants() -> frozenset[str]:
 
 @cache
 def list_last_names() -> frozenset[str]:
-    """The last part of each name that the package and the profiler define, and of SGLang's in the contract."""
-    ours = (name for name in list_objects() if name.startswith(("sglang_pat", "profiler")))
-    return frozenset(name.rpartition(".")[2] for name in ours) | list_of_sglang()
+    """The last part of each name that the packages define, and of SGLang's in the contract."""
+    packages = ("sglang_pat", "reward_sandbox", "stream_layers", "profiler")
+    ours = (name for name in list_objects() if name.startswith(packages))
+    return frozenset(name.rpartition(".")[2] for name in ours) | list_names_of_sglang()
 
 
 def is_path(text: str) -> bool:
@@ -64,9 +65,10 @@ def is_path(text: str) -> bool:
 def is_there(text: str) -> bool:
     """Whether code in backticks names something: a file, a flag, a route, a name, or a value of a setting."""
     if is_path(text):
-        files = {str(path.relative_to(ROOT)) for path in ROOT.glob(text)} or list(PACKAGE.rglob(text.rstrip("/")))
-        return bool(files) or any(
-            (ROOT / folder / text).exists() for folder in ("python/sglang_pat/integrations", "examples")
+        return (
+            any(ROOT.glob(text))
+            or any(PACKAGE.parent.rglob(text.strip("./")))
+            or any((ROOT / folder / text).exists() for folder in ("python/sglang_pat/integrations", "examples"))
         )
     if text.startswith("--"):
         flags = "\n".join(list_constants()) + (ROOT / "docs/flags.md").read_text()

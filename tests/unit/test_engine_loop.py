@@ -13,20 +13,20 @@ import pytest
 from sglang_pat.rollout.loop import EngineLoop
 from sglang_pat.rollout.records import Group, Summary
 
-from .engine_loop_world import SECONDS, Ticking, admitter, events_of, thread_of_the_loop, threads
+from .engine_loop_world import SECONDS, Ticking, admitter, get_thread_of_the_loop, list_events, threads
 from .rounds_world import FOREVER
 
 pytestmark = pytest.mark.unit
 
 
 def test_a_call_runs_the_loop_in_the_callers_thread(loop):
-    assert loop.run_until_complete(thread_of_the_loop()) is threading.current_thread()
+    assert loop.run_until_complete(get_thread_of_the_loop()) is threading.current_thread()
 
 
-def aborted(loop: EngineLoop, train) -> list[int]:
+def list_aborted(loop: EngineLoop, train) -> list[int]:
     """Tokens of each sample that is stopped in a round; ``train`` is called with each event."""
     engine = Ticking()
-    for event in loop.iterate(events_of(admitter(5, 9, 3000, 4000), engine)):
+    for event in loop.iterate(list_events(admitter(5, 9, 3000, 4000), engine)):
         train(engine, event)
     assert event.returned == 2 and not engine.running
     return sorted(event.aborted_lengths)
@@ -37,16 +37,16 @@ def test_training_on_an_event_costs_no_tokens(loop):
         # As long as it takes the engine to end the whole round.
         assert engine.idle.wait(SECONDS), "the loop is frozen while its user trains"
 
-    at_once = aborted(loop, lambda engine, event: None)
-    assert aborted(loop, long) == at_once
+    at_once = list_aborted(loop, lambda engine, event: None)
+    assert list_aborted(loop, long) == at_once
     assert at_once == [9] * 4, "of both long prompts, until the second short one ended"
 
 
 def test_calls_are_answered_between_two_events(loop):
     asked = []
-    for _ in loop.iterate(events_of(admitter(5, 9, 30, 40), Ticking())):
-        asked.append(loop.run_until_complete(thread_of_the_loop()))
-        other = threading.Thread(target=lambda: asked.append(loop.run_until_complete(thread_of_the_loop())))
+    for _ in loop.iterate(list_events(admitter(5, 9, 30, 40), Ticking())):
+        asked.append(loop.run_until_complete(get_thread_of_the_loop()))
+        other = threading.Thread(target=lambda: asked.append(loop.run_until_complete(get_thread_of_the_loop())))
         other.start()
         other.join(SECONDS)
     assert len(asked) == 6 and {thread.name for thread in asked} == {"engine loop"}
@@ -56,18 +56,18 @@ def test_a_call_raises_what_it_raises_while_a_thread_runs_the_loop(loop):
     async def fails() -> None:
         raise LookupError("not there")
 
-    for _ in loop.iterate(events_of(admitter(5, 9, 30, 40), Ticking())):
+    for _ in loop.iterate(list_events(admitter(5, 9, 30, 40), Ticking())):
         with pytest.raises(LookupError, match="not there"):
             loop.run_until_complete(fails())
 
 
 def test_a_call_inside_the_loop_is_refused(loop):
     async def inside() -> None:
-        loop.run_until_complete(thread_of_the_loop())
+        loop.run_until_complete(get_thread_of_the_loop())
 
     with pytest.raises(RuntimeError, match="made inside that loop"):
         loop.run_until_complete(inside())
-    for _ in loop.iterate(events_of(admitter(5, 9, 30, 40), Ticking())):
+    for _ in loop.iterate(list_events(admitter(5, 9, 30, 40), Ticking())):
         with pytest.raises(RuntimeError, match="made inside that loop"):
             loop.run_until_complete(inside())
 
@@ -75,17 +75,17 @@ def test_a_call_inside_the_loop_is_refused(loop):
 def test_two_rollouts_at_once(loop):
     first, second = admitter(5, 9, 30, 40), admitter(6, 8, 30, 40)
     seen = []
-    for _ in loop.iterate(events_of(first, Ticking())):
-        seen += loop.iterate(events_of(second, Ticking())) if not seen else []
+    for _ in loop.iterate(list_events(first, Ticking())):
+        seen += loop.iterate(list_events(second, Ticking())) if not seen else []
     assert first.state.returned == second.state.returned == 2 and len(seen) == 3
 
 
 def test_two_rollouts_of_one_admitter_are_refused(loop):
     mine = admitter(5, FOREVER, FOREVER, FOREVER)
-    events = loop.iterate(events_of(mine, Ticking()))
+    events = loop.iterate(list_events(mine, Ticking()))
     next(events)
     with pytest.raises(RuntimeError, match="is not over"):
-        list(loop.iterate(events_of(mine, Ticking())))
+        list(loop.iterate(list_events(mine, Ticking())))
     events.close()
 
 
@@ -101,7 +101,7 @@ def test_a_slow_judge_holds_up_neither_the_loop_nor_the_groups(loop):
             assert engine.idle.wait(SECONDS), "the loop is frozen while a group is judged"
         return group.index != 1
 
-    *groups, summary = loop.iterate(events_of(mine, engine, judge))
+    *groups, summary = loop.iterate(list_events(mine, engine, judge))
     assert judging.is_set() and [group.index for group in groups] == [0, 2] and summary.filtered == 1
     assert [index for index, _ in judged] == [0, 1, 2, 3][: len(judged)]
     assert len({thread for _, thread in judged}) == 1 and judged[0][1] is not threading.current_thread()
@@ -115,7 +115,7 @@ def test_groups_are_judged_while_their_user_trains(loop):
         return True
 
     mine, engine = admitter(5, 9, FOREVER, FOREVER, filter_groups=True), Ticking()
-    for _ in loop.iterate(events_of(mine, engine, judge)):
+    for _ in loop.iterate(list_events(mine, engine, judge)):
         assert engine.idle.wait(SECONDS), "a verdict was not given while its user trains"
     assert mine.state.returned == 2
 
@@ -126,7 +126,7 @@ def test_what_a_judge_raises_ends_the_round(loop):
 
     mine, engine = admitter(5, 9, FOREVER, FOREVER, filter_groups=True), Ticking()
     with pytest.raises(LookupError, match="no reward for 0"):
-        list(loop.iterate(events_of(mine, engine, judge)))
+        list(loop.iterate(list_events(mine, engine, judge)))
     assert len(mine.state.fresh) == 4 and not engine.running
 
 
@@ -136,7 +136,7 @@ def test_what_a_judge_raises_ends_the_round(loop):
 @pytest.mark.parametrize("how", ["break", "close", "exception", "deleted"])
 def test_leaving_cancels_the_round_and_ends_the_thread(loop, how):
     mine, engine = admitter(5, FOREVER, FOREVER, FOREVER), Ticking()
-    events = loop.iterate(events_of(mine, engine))
+    events = loop.iterate(list_events(mine, engine))
     if how == "exception":
 
         def train() -> None:
@@ -160,7 +160,7 @@ def test_leaving_cancels_the_round_and_ends_the_thread(loop, how):
 def test_what_fails_inside_is_raised_outside(loop):
     mine, engine = admitter(5, -1, FOREVER, FOREVER), Ticking()
     with pytest.raises(ValueError, match="refused"):
-        list(loop.iterate(events_of(mine, engine)))
+        list(loop.iterate(list_events(mine, engine)))
     assert len(mine.state.fresh) == 4 and not engine.running
 
 
@@ -176,11 +176,11 @@ def test_ctrl_c_while_an_event_is_waited_for(loop):
     try:
         other.start()
         with pytest.raises(KeyboardInterrupt):
-            list(loop.iterate(events_of(mine, engine)))
+            list(loop.iterate(list_events(mine, engine)))
     finally:
         signal.signal(signal.SIGINT, before)
     assert len(mine.state.fresh) == 2 and not engine.running
-    assert loop.run_until_complete(thread_of_the_loop()) is threading.current_thread()
+    assert loop.run_until_complete(get_thread_of_the_loop()) is threading.current_thread()
 
 
 def test_a_rollout_that_began_in_somebodys_call_outlives_it(loop):
@@ -203,7 +203,7 @@ def test_a_rollout_that_began_in_somebodys_call_outlives_it(loop):
         after.append(next(events))
         after.append(next(events))
         answered.wait(SECONDS)
-        after.append(loop.run_until_complete(thread_of_the_loop()))
+        after.append(loop.run_until_complete(get_thread_of_the_loop()))
         events.close()
 
     entered_too = threading.Event()
@@ -219,7 +219,7 @@ def test_a_rollout_may_be_collected_as_garbage_by_its_own_thread(loop):
     mine, engine = admitter(5, FOREVER, FOREVER, FOREVER), Ticking()
     gc.disable()
     try:
-        events = loop.iterate(events_of(mine, engine))
+        events = loop.iterate(list_events(mine, engine))
         next(events)
         (running,) = threads()
         ring = [events]
@@ -249,8 +249,8 @@ def _shut_down_in_a_rollout() -> None:
     other = threading.Thread(target=end)
     other.start()
     with pytest.raises(RuntimeError, match="shut down"):
-        list(loop.iterate(events_of(mine, engine)))
+        list(loop.iterate(list_events(mine, engine)))
     other.join(SECONDS)
     with pytest.raises(RuntimeError, match="shut down"):
-        loop.run_until_complete(thread_of_the_loop())
+        loop.run_until_complete(get_thread_of_the_loop())
     assert not threads()

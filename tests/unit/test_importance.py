@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_pat.integrations.importance import compute_decoupled_objective, compute_decoupled_weights
+from examples.grpo.importance import compute_decoupled_objective, compute_decoupled_weights
 
 pytestmark = pytest.mark.unit
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.judge.plan import FEWEST, PLACES, CannotStream, JudgeMemory, order_layers, parse_count, spread_layers
-from sglang_pat.memory.machine import GIB
+from sglang_pat.memory.plan import GIB
 from sglang_pat.memory.shapes import ModelShape
+from stream_layers.plan import FEWEST, PLACES, CannotStream, JudgeMemory, order_layers, parse_count, spread_layers
 
 from .drawn import examples
 

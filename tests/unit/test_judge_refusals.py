@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_pat.judge.plan import CannotStream
-from sglang_pat.judge.refusals import REFUSED, check_model, refuse_arguments, take_flag
+from stream_layers.plan import CannotStream
+from stream_layers.refusals import REFUSED, check_model, refuse_arguments, take_flag
 
 pytestmark = pytest.mark.unit
 

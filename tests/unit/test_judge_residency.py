@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.judge.plan import FEWEST, count_saved
-from sglang_pat.judge.residency import STEPS, Residency
+from stream_layers.plan import FEWEST, count_saved
+from stream_layers.residency import STEPS, Residency
 
 from .drawn import examples
 

@@ -14,18 +14,21 @@ from hypothesis import strategies as st
 
 from sglang_pat import preflight
 from sglang_pat.layout import ParallelLayout, list_candidate_layouts
-from sglang_pat.memory.advice import find_better_base, format_advice
-from sglang_pat.memory.machine import GIB, Supply, measure_gpu_memory
 from sglang_pat.memory.plan import (
     CPU_TOKENS,
+    GIB,
     MIN_TOKENS,
     TOKEN_STEP,
     Demand,
     DoesNotFit,
+    Supply,
     compute_max_tokens,
     count_needed_bytes,
+    find_better_base,
+    format_advice,
     make_default_demand,
     make_plan,
+    measure_gpu_memory,
 )  # fmt: skip
 from sglang_pat.memory.shapes import Mixture, ModelShape, read_config
 from sglang_pat.predict.profile import save
@@ -268,7 +271,7 @@ def situations(draw) -> tuple[Demand, Supply]:
     return made, Supply(kind=kind, free=free, total=draw(st.integers(free, 300 * GIB)))
 
 
-def tokens_of(asked: Demand, there: Supply) -> int:
+def count_tokens(asked: Demand, there: Supply) -> int:
     try:
         return make_plan(asked, there).tokens
     except DoesNotFit:
@@ -286,14 +289,14 @@ def test_a_plan_is_within_what_is_free_and_a_refusal_names_what_fits(situation):
         assert "\n" not in message
         free = dataclasses.replace(asked, tokens=None, fraction=None)
         if named := re.search(r"; --max-total-tokens (\d+) would fit", message):
-            assert tokens_of(dataclasses.replace(free, tokens=int(named[1])), there) >= MIN_TOKENS
+            assert count_tokens(dataclasses.replace(free, tokens=int(named[1])), there) >= MIN_TOKENS
         elif named := re.search(r"; --tp (\d+) --dp (\d+) would fit", message):
             base = ParallelLayout(int(named[1]), int(named[2]))
             assert base.num_ranks == asked.base.num_ranks and asked.shape.find_reason_against_degree(base.tp) is None
             degrees = tuple(tp for tp in asked.degrees if tp >= base.tp) or (base.tp,)
-            assert tokens_of(dataclasses.replace(free, base=base, degrees=degrees), there) >= MIN_TOKENS
+            assert count_tokens(dataclasses.replace(free, base=base, degrees=degrees), there) >= MIN_TOKENS
         elif "leave it out" in message:
-            assert tokens_of(free, there) >= MIN_TOKENS
+            assert count_tokens(free, there) >= MIN_TOKENS
         else:
             assert compute_max_tokens(asked, there) // TOKEN_STEP * TOKEN_STEP < MIN_TOKENS
         return
@@ -307,19 +310,19 @@ def test_a_plan_is_within_what_is_free_and_a_refusal_names_what_fits(situation):
 def test_more_memory_or_a_smaller_model_never_means_fewer_tokens(situation, more):
     asked, there = situation
     asked = dataclasses.replace(asked, fraction=None)
-    tokens = tokens_of(asked, there)
+    tokens = count_tokens(asked, there)
     total = max(there.total, there.free + more)
     # SGLang's reserve on a GPU grows at 60 GiB: not across that.
     if there.kind == "cpu" or (total > 60 * GIB) == (there.total > 60 * GIB):
-        assert tokens_of(asked, dataclasses.replace(there, free=there.free + more, total=total)) >= tokens
+        assert count_tokens(asked, dataclasses.replace(there, free=there.free + more, total=total)) >= tokens
     smaller = dataclasses.replace(asked.shape, layers=max(1, asked.shape.layers // 2))
-    assert tokens_of(dataclasses.replace(asked, shape=smaller), there) >= tokens
-    assert tokens_of(dataclasses.replace(asked, tail_weights=asked.tail_weights + more), there) <= tokens
+    assert count_tokens(dataclasses.replace(asked, shape=smaller), there) >= tokens
+    assert count_tokens(dataclasses.replace(asked, tail_weights=asked.tail_weights + more), there) <= tokens
     if most := compute_max_tokens(asked, there):
         assert count_needed_bytes(asked, there, most, asked.count_activation_bytes()) <= there.free
         assert count_needed_bytes(asked, there, most + 1, asked.count_activation_bytes()) > there.free
-        assert tokens_of(dataclasses.replace(asked, tokens=most), there) == most
-    assert tokens_of(dataclasses.replace(asked, tokens=most + 1), there) == 0
+        assert count_tokens(dataclasses.replace(asked, tokens=most), there) == most
+    assert count_tokens(dataclasses.replace(asked, tokens=most + 1), there) == 0
 
 
 # -- descriptions -------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_pat.rewards.missing import choose_rewarded
+from sglang_pat.rollout.missing import choose_rewarded
 
 
 @pytest.mark.parametrize(

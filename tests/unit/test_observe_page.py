@@ -27,7 +27,7 @@ def section(title: str) -> str:
     return re.split(r"^##+ ", PAGE.split(f"# {title}\n")[1], maxsplit=1, flags=re.MULTILINE)[0]
 
 
-def named(title: str) -> set[str]:
+def list_named(title: str) -> set[str]:
     """What the first column of a section's table names."""
     rows = re.findall(r"^\| (`.*?) \|", section(title), re.MULTILINE)
     return {name for row in rows for name in re.findall(r"`([\w.]+)`", row)}
@@ -36,15 +36,15 @@ def named(title: str) -> set[str]:
 def test_metrics():
     sources = [path.read_text() for path in (ROOT / "python/sglang_pat").rglob("*.py")]
     made = {name for text in sources if "prometheus_client import" in text for name in METRIC.findall(text)}
-    assert len(made) > 6 and named("Metrics") == made
+    assert len(made) > 6 and list_named("Metrics") == made
 
 
 def test_status():
     rig = Rig(1, 4)
     rig.coordinator.handle_status_query(m.StatusQuery(query_id=1), 0.0)
     status = rig.world.server[-1].status
-    assert named("Status") == set(status) | {"weight_version"}  # which the server adds
-    assert named("A replica") == set(status["groups"][0])
+    assert list_named("Status") == set(status) | {"weight_version"}  # which the server adds
+    assert list_named("A replica") == set(status["groups"][0])
 
 
 def test_switch_records():
@@ -55,7 +55,7 @@ def test_switch_records():
 def test_phases():
     marks = PHASE.findall((ROOT / "python/sglang_pat/switch/executor.py").read_text())
     phases = {name for mark in marks for name in re.findall(r'"(\w+)"', mark)}
-    assert len(phases) > 5 and named("Phases") == phases | {"prepare"}  # which the coordinator adds
+    assert len(phases) > 5 and list_named("Phases") == phases | {"prepare"}  # which the coordinator adds
 
 
 def test_decision_log():

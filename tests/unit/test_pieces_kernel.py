@@ -24,7 +24,7 @@ CASES = [
 ]
 
 
-def pieces_of_weight(sizes: list[int], whole: list[int], width: int, dtype=torch.float16):
+def cut_pieces(sizes: list[int], whole: list[int], width: int, dtype=torch.float16):
     """Pieces from the middle of each part of a weight and of its bias, as a layout of a higher degree has them."""
     weight, bias = torch.randn(sum(whole), width).to(dtype), torch.randn(sum(whole)).to(dtype)
     weights, biases = [], []
@@ -40,7 +40,7 @@ def check() -> None:
     from sglang_pat.rank.pieces_triton import make_pieces
 
     for sizes, whole, width, tokens, with_bias in CASES:
-        weights, biases = pieces_of_weight(sizes, whole, width)
+        weights, biases = cut_pieces(sizes, whole, width)
         x = torch.randn(tokens, 2 * width).to(torch.float16)[:, :width]
         pieces = make_pieces(weights, biases if with_bias else None)
         assert pieces is not None, sizes
@@ -94,7 +94,7 @@ def test_what_it_cannot_multiply_is_left_to_torch(sizes, whole, width, dtype):
     pytest.importorskip("triton")
     from sglang_pat.rank.pieces_triton import make_pieces
 
-    assert make_pieces(*pieces_of_weight(sizes, whole, width, dtype)) is None
+    assert make_pieces(*cut_pieces(sizes, whole, width, dtype)) is None
 
 
 def test_pieces_of_two_weights_are_left_to_torch():

@@ -20,7 +20,7 @@ from sglang_pat.layout import ParallelLayout, exchange_groups, list_destinations
 from sglang_pat.switch import plan
 
 from .drawn import examples
-from .plan_world import LENDING, LENT, Case, cases, heads_of
+from .plan_world import LENDING, LENT, Case, cases, list_heads
 
 pytestmark = pytest.mark.unit
 
@@ -43,7 +43,7 @@ class Outcome:
 
 
 def old_pool(case: Case, rank: int) -> np.ndarray:
-    group, heads = case.old.group_of(rank), heads_of(case.kv_heads, case.old, rank)
+    group, heads = case.old.group_of(rank), list_heads(case.kv_heads, case.old, rank)
     pool = np.full((case.num_slots, len(heads)), -1)
     for tokens, slots in zip(case.tokens[group], case.slots[group], strict=True):
         pool[slots] = np.array(tokens, dtype=np.int64).reshape(-1, 1) * case.kv_heads + heads
@@ -55,7 +55,7 @@ def execute(case: Case, gather: bool = False) -> Outcome:
     old, new, kv_heads = case.old, case.new, case.kv_heads
     exchanges = {}
     before = {rank: old_pool(case, rank) for rank in range(old.num_ranks)}
-    pools = {rank: pool.copy().reshape(-1, len(heads_of(kv_heads, new, rank))) for rank, pool in before.items()}
+    pools = {rank: pool.copy().reshape(-1, len(list_heads(kv_heads, new, rank))) for rank, pool in before.items()}
     untouched = {rank: pool.copy() for rank, pool in pools.items()}
     outcome = Outcome(pools, {}, untouched, [], 0)
     for members in max(old, new).groups() if gather else exchange_groups(old, new):
@@ -109,7 +109,7 @@ def check_exchange(case: Case, gather: bool = False) -> None:
     needed: Counter[tuple[int, int]] = Counter()
     foreign = 0
     for rank in range(new.num_ranks):
-        dest, heads = new.group_of(rank), heads_of(kv_heads, new, rank)
+        dest, heads = new.group_of(rank), list_heads(kv_heads, new, rank)
         pool, place = outcome.pools[rank], outcome.places[rank]
         here: set[int] = set()
         for group, requests in enumerate(case.tokens):
@@ -121,7 +121,7 @@ def check_exchange(case: Case, gather: bool = False) -> None:
                 here.update(tokens)
         for token, head in itertools.product(here, heads):
             needed[rank, token * kv_heads + head] = 1
-            own = source_of[token] == old.group_of(rank) and head in heads_of(kv_heads, old, rank)
+            own = source_of[token] == old.group_of(rank) and head in list_heads(kv_heads, old, rank)
             foreign += not own
         others = np.setdiff1d(np.arange(len(pool)), place[1:])
         assert (pool[others] == outcome.untouched[rank][others]).all(), "slots that are not in use are left alone"

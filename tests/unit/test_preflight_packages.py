@@ -7,8 +7,8 @@ from importlib import metadata
 import fastapi
 import pytest
 
+from reward_sandbox import sandbox
 from sglang_pat import preflight
-from sglang_pat.rewards import sandbox
 
 pytestmark = pytest.mark.unit
 

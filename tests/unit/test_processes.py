@@ -156,16 +156,16 @@ def test_a_zombie_has_ended(tmp_path):
     ids=lambda value: "+".join(value) if isinstance(value, tuple) else "",
 )
 def test_a_child_that_cannot_start_ends_the_others_and_says_why(tmp_path_factory, children, said):
-    found, left, quits = started(tmp_path_factory, *children)
+    found, left, quits = start_children(tmp_path_factory, *children)
     assert found[: len(said)] == said
     assert not left and not quits
 
 
 def test_a_child_that_fails_later_says_so_by_a_signal(tmp_path_factory):
-    assert started(tmp_path_factory, "quit") == [[{"status": "ready"}], None, True]
+    assert start_children(tmp_path_factory, "quit") == [[{"status": "ready"}], None, True]
 
 
-def started(tmp_path_factory, *children: str) -> list:
+def start_children(tmp_path_factory, *children: str) -> list:
     place = tmp_path_factory.mktemp("p")
     (script := place / "script.py").write_text(START)
     done = subprocess.run(

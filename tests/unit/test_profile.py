@@ -20,7 +20,7 @@ def another(name: str):
     return value + 1 if isinstance(value, int) else value[:-1] if isinstance(value, tuple) else f"not {value}"
 
 
-def refused(call, *arguments) -> str:
+def get_refusal(call, *arguments) -> str:
     """The one line with which it is refused."""
     with pytest.raises(ProfileError) as caught:
         call(*arguments)
@@ -42,7 +42,7 @@ def test_round_trip(tmp_path):
 
 
 def test_refuses_a_missing_file(tmp_path):
-    message = refused(load, tmp_path / "none.json")
+    message = get_refusal(load, tmp_path / "none.json")
     assert "none.json" in message and "No such file" in message and "profiler.sweep" in message
 
 
@@ -58,10 +58,10 @@ def test_sizes_that_do_not_change_a_time_may_differ(name):
 @pytest.mark.parametrize("name", [name for name in FINGERPRINT.__struct_fields__ if name not in INFORMATIVE])
 def test_refuses_another_deployment(name):
     theirs, ours = getattr(FINGERPRINT, name), another(name)
-    message = refused(check_fits, profile(), msgspec.structs.replace(FINGERPRINT, **{name: ours}), "p.json")
+    message = get_refusal(check_fits, profile(), msgspec.structs.replace(FINGERPRINT, **{name: ours}), "p.json")
     assert f"{name}={theirs!r}" in message and repr(ours) in message and "p.json" in message
 
 
 def test_refuses_an_interrupted_sweep():
-    assert "interrupted" in refused(check_fits, profile(complete=False), FINGERPRINT, "p.json")
+    assert "interrupted" in get_refusal(check_fits, profile(complete=False), FINGERPRINT, "p.json")
     assert Profile(fingerprint=FINGERPRINT).complete is False

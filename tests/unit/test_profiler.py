@@ -352,7 +352,7 @@ def test_where_a_step_is_slow_few_of_them_do():
 # -- the check between layouts ------------------------------------------------------------------------
 
 
-def trace_of(predictor, tp, factor, count=60):
+def make_trace(predictor, tp, factor, count=60):
     """A draining batch on every replica that takes ``factor`` times what is predicted."""
     made = []
     for rank in range(4 // tp):
@@ -369,7 +369,7 @@ def trace_of(predictor, tp, factor, count=60):
 def test_slowness_of_a_run(tp):
     predictor = Predictor(profile())
     for factor in (1.0, 1.3):
-        assert validate.compute_slowdown(trace_of(predictor, tp, factor), predictor, tp) == pytest.approx(factor)
+        assert validate.compute_slowdown(make_trace(predictor, tp, factor), predictor, tp) == pytest.approx(factor)
 
 
 def test_a_step_is_predicted_for_the_replicas_at_work():
@@ -392,7 +392,7 @@ def test_what_layouts_have_in_common_is_told_from_what_is_between_them():
 # -- the report ---------------------------------------------------------------------------------------
 
 
-def made_up(**parts):
+def make_profile(**parts):
     """Measured, with samples, lone replicas and switches."""
     decode = decode_points(lambda tp, n, b, c: 4e-3 / tp + 2e-4 * b * tp + 1e-8 * b * c, (1, 2, 8, 32), (64, 512, 4096))
     decode += decode_points(lambda tp, n, b, c: 3e-3 / tp, (1, 2), (64, 512), layouts=((1, 1), (2, 1)))
@@ -404,7 +404,7 @@ def made_up(**parts):
 
 def test_a_report_is_one_page(tmp_path):
     path, folder = tmp_path / "p.json", tmp_path / "a" / "report"
-    profiles.save(made_up(), path)
+    profiles.save(make_profile(), path)
     assert report.main([str(path), "--out", str(folder)]) == 0
     assert [file.name for file in folder.iterdir()] == ["index.html"]
     page = (folder / "index.html").read_text()
@@ -426,7 +426,7 @@ def test_a_report_is_one_page(tmp_path):
     ids=["one point", "one layout", "modelled, interrupted"],
 )
 def test_a_report_of_little(parts):
-    page = report.format_page(made_up(**parts), None)
+    page = report.format_page(make_profile(**parts), None)
     assert "data:image/png;base64," in page
     assert "somewhere &lt;b&gt;" in page or "sources" not in parts
     assert ("interrupted sweep" in page) == (parts.get("complete") is False)
@@ -455,7 +455,6 @@ def test_bad_input_is_one_line(tmp_path, capsys):
         (["profiler.sweep", "--out", "x.json"], "--model-path"),
         ([*sweeping, "--budget", "soon"], "--budget 'soon'"),
         ([*sweeping, "--grid", "batch=1;height=3"], "axes are batch"),
-        ([*sweeping, "--temperature", "0"], "--temperature is gone: leave it out, a sweep samples at"),
         ([*sweeping[:3], "--out", tmp_path / "no" / "p.json"], "does not exist"),
         ([*sweeping[:3], "--out", tmp_path], "is a folder"),
         ([*sweeping[:3], "--out", modelled], "modelled profile"),

@@ -16,7 +16,7 @@ NAMES = sorted(modelled.make_references())
 NINE_OF_12K = np.full(9, 12288)
 
 
-def loaded(name: str):
+def load_profile(name: str):
     found = load(PROFILES / f"{name}.json")
     predictor = Predictor(found)
     return predictor, SwitchCosts(found, predictor)
@@ -49,17 +49,17 @@ def test_every_file_is_marked_and_usable(name):
     "tp, batch, seconds", [(2, 1, 15.37e-3), (8, 1, 9.64e-3), (2, 32, 24.41e-3), (8, 128, 30.87e-3)]
 )
 def test_pat_figure_4(tp, batch, seconds):
-    predictor, _ = loaded("8xA40-llama3.1-8b")
+    predictor, _ = load_profile("8xA40-llama3.1-8b")
     assert predictor.step_seconds(tp, batch, batch * 2048) == pytest.approx(seconds, rel=0.01)
 
 
 def test_pat_section_5_4_full_prefill():
-    predictor, _ = loaded("8xA40-llama3.1-8b")
+    predictor, _ = load_profile("8xA40-llama3.1-8b")
     assert predictor.prefill_uniform(8, 9, 12288) == pytest.approx(19.01, rel=0.01)
 
 
 def test_pat_section_5_4_switch():
-    _, costs = loaded("8xA40-llama3.1-8b-pat-costs")
+    _, costs = load_profile("8xA40-llama3.1-8b-pat-costs")
     cost = costs.estimate(2, 8, NINE_OF_12K)
     assert cost.state_seconds == pytest.approx(2.36, rel=0.01) and cost.recompute_below == 0
     assert costs.fit(2, 8).reshard == pytest.approx(1.03, rel=0.01)

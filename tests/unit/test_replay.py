@@ -126,8 +126,3 @@ def test_bad_logs(tmp_path, capsys, text, said):
     assert replay.main(["--log", str(log)]) == 2
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1 and f"--log {log}" in printed and said in printed
-
-
-def test_what_it_no_longer_does_names_the_command_that_does(capsys):
-    assert replay.main(["--profile", "p.json", "--lengths=sft"]) == 2
-    assert "--lengths is gone: python -m studies.compare" in capsys.readouterr().err

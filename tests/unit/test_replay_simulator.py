@@ -29,7 +29,7 @@ def batch(lengths, prompt=100) -> Batch:
     return Batch(prompt=np.full(len(lengths), prompt), length=lengths, family=np.arange(len(lengths)), limit=8192)
 
 
-def step_by_step(predictor, drawn: Batch, tp: int, start: int, end: int) -> float:
+def add_up_steps(predictor, drawn: Batch, tp: int, start: int, end: int) -> float:
     """Seconds of tokens ``start`` to ``end`` in one layout, one step and one replica at a time."""
     replicas = 4 // tp
     seconds = np.zeros(replicas)
@@ -52,7 +52,7 @@ def test_static_layouts_step_by_step(lengths, tp):
     predictor, costs = machine(found)
     case = Drain(predictor, costs, found.fingerprint, batch(lengths), 16)
     assert case.run_static(tp).seconds == pytest.approx(
-        step_by_step(predictor, case.batch, tp, 0, max(lengths)), rel=1e-9
+        add_up_steps(predictor, case.batch, tp, 0, max(lengths)), rel=1e-9
     )
 
 
@@ -63,7 +63,7 @@ def test_a_schedule_step_by_step():
     case = Drain(predictor, costs, found.fingerprint, drawn, 1)
     at = int(np.flatnonzero(case.points == 100)[0])
     run = case.run_schedule([(at, 4)])
-    expected = step_by_step(predictor, drawn, 1, 0, 100) + step_by_step(predictor, drawn, 4, 100, 400)
+    expected = add_up_steps(predictor, drawn, 1, 0, 100) + add_up_steps(predictor, drawn, 4, 100, 400)
     assert run.seconds == pytest.approx(expected + costs.estimate(1, 4, [200, 200]).seconds, rel=1e-9)
     assert [switch[:3] for switch in run.switches] == [(100, 1, 4)]
 
@@ -108,7 +108,7 @@ def test_lowering_deals_anew_those_that_are_left():
     assert all(s.load.replica.tolist() == [0, 1, 0, 1] for s in lowered), "by place it would be 0 for all of them"
     assert [s.switches for s in seen[-2:]] == [2, 2]
     first = lowered[0]
-    left = step_by_step(predictor, batch([300] * 4), 2, int(first.load.output[0]), 300)
+    left = add_up_steps(predictor, batch([300] * 4), 2, int(first.load.output[0]), 300)
     assert run.seconds - first.now == pytest.approx(left, rel=1e-9)
 
 

@@ -38,7 +38,7 @@ def epoch(rho: float, seed: int, **rules) -> list[Round]:
     return Simulation(engines, given, SHAPE, rho, seed, prompts=PROMPTS).run_epoch()
 
 
-def returned(rounds: list[Round]) -> np.ndarray:
+def list_lengths(rounds: list[Round]) -> np.ndarray:
     """Lengths by prompt, ``[PROMPTS, RESPONSES]``."""
     groups = sorted((group for found in rounds for group in found.groups), key=lambda group: group.index)
     assert [group.index for group in groups] == list(range(PROMPTS))
@@ -67,13 +67,13 @@ def chance(mine: np.ndarray, other: np.ndarray) -> float:
 def test_unbiased_rounds_return_what_the_model_gives_and_those_of_the_paper_do_not():
     rho = 0.5
     other = true(rho, seed=1)
-    assert chance(returned(epoch(rho, seed=1, unbiased=True)), other) > 0.05
-    assert chance(returned(epoch(rho, seed=1, eta_responses=1.25)), other) < 0.01
+    assert chance(list_lengths(epoch(rho, seed=1, unbiased=True)), other) > 0.05
+    assert chance(list_lengths(epoch(rho, seed=1, eta_responses=1.25)), other) < 0.01
 
 
 def test_more_prompts_only_lose_the_longest_responses_and_unbiased_rounds_do_not():
     """Responses at the cap, of 19 that are to be expected."""
-    at_cap = [int((returned(epoch(0.0, 1, **rules)) == SHAPE.limit).sum()) for rules in
+    at_cap = [int((list_lengths(epoch(0.0, 1, **rules)) == SHAPE.limit).sum()) for rules in
               ({"eta_prompts": 1.0, "eta_responses": 1.0}, {"eta_responses": 1.0}, {"unbiased": True})]  # fmt: skip
     assert at_cap[1] < 0.4 * min(at_cap[0], at_cap[2])
     assert at_cap[2] == pytest.approx(19, rel=0.4)

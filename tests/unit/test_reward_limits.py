@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.rewards.limits import CaseRun, LimitRules, TimeLimits
+from reward_sandbox.limits import CaseRun, LimitRules, TimeLimits
 
 pytestmark = pytest.mark.unit
 

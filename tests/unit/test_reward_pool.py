@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sglang_pat.rewards import pool as pools
-from sglang_pat.rewards.pool import Failure, RewardPool
+from reward_sandbox import pool as pools
+from reward_sandbox.pool import Failure, RewardPool
 
 pytestmark = pytest.mark.unit
 
@@ -312,7 +312,7 @@ async def test_what_a_call_has_started_ends_with_it(line, how):
 
 JOB = """
 import asyncio, sys
-from sglang_pat.rewards.pool import RewardPool
+from reward_sandbox.pool import RewardPool
 from tests.unit.test_reward_pool import start_another
 async def main():
     pool = RewardPool(start_another, processes=1, limit=600, start=sys.argv[2])
@@ -353,7 +353,7 @@ def test_refused_in_one_line(given, said):
 
 ABANDONED = """
 import asyncio, gc
-from sglang_pat.rewards.pool import RewardPool
+from reward_sandbox.pool import RewardPool
 
 async def work():
     pools = [RewardPool(abs_of, processes=2, extra=0) for _ in range(3)]

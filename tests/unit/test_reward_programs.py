@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from sglang_pat.rewards import fusion, programs
-from sglang_pat.rewards.limits import TimeLimits
-from sglang_pat.rewards.local import Unprotected
-from sglang_pat.rewards.programs import (
+from reward_sandbox import fusion, programs
+from reward_sandbox.limits import TimeLimits
+from reward_sandbox.local import Unprotected
+from reward_sandbox.programs import (
     find_program,
     get_keys,
     matches_output,
     matches_result,
     run_again,
 )
-from sglang_pat.rewards.runs import Run, SandboxError
-from sglang_pat.rewards.sandbox import make_sandbox
+from reward_sandbox.runs import Run, SandboxError
+from reward_sandbox.sandbox import make_sandbox
 
 pytestmark = pytest.mark.unit
 score_response = functools.partial(programs.score_response, maximum=30.0)

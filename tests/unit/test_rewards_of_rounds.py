@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_pat.rewards.missing import MISSING, Missing
+from sglang_pat.rollout.missing import MISSING, Missing
 from sglang_pat.rollout.records import Group, Summary
 from sglang_pat.rollout.rewards import Response
 from sglang_pat.rollout.rounds import RolloutRound
 
 from .admission_world import dumps, loads
-from .rounds_world import FOREVER, Played, admitter, all_of
+from .rounds_world import FOREVER, Played, admitter, list_events
 from .test_rollout_client import PlayedServer, play
 
 pytestmark = pytest.mark.unit
@@ -84,7 +84,7 @@ async def test_a_response_is_rewarded_when_it_ends():
 async def test_what_is_returned_has_its_rewards(mode, plain):
     judging = Judging()
     reward = (lambda response: np.float32(response.prompt["input_ids"][0])) if plain else judging
-    *groups, summary = await all_of(begin(admitter(3, 5, 40, mode=mode), Played(), reward))
+    *groups, summary = await list_events(begin(admitter(3, 5, 40, mode=mode), Played(), reward))
     assert isinstance(summary, Summary) and rewards(groups) == [[3.0, 3.0], [5.0, 5.0]]
 
 
@@ -96,7 +96,7 @@ async def test_the_tail_of_a_round_does_not_wait_for_rewards_nor_they_for_it():
         await asyncio.sleep(0)
     assert not engine.running and round_.summary.returned == 2
     judging.open.set()
-    *groups, _ = await all_of(round_)
+    *groups, _ = await list_events(round_)
     assert sorted(rewards(groups)) == [[3.0, 3.0], [5.0, 5.0]]
     assert 40 not in [response.prompt["input_ids"][0] for response in judging.asked]
     assert set(judging.cancelled) <= {2}
@@ -113,13 +113,13 @@ async def test_the_reward_of_what_is_thrown_away_is_cancelled():
     await asyncio.sleep(0)
     assert judging.cancelled == [2]
     judging.open.set()
-    assert (await all_of(round_))[-1].deferred == 1
+    assert (await list_events(round_))[-1].deferred == 1
 
 
 async def test_draws_that_are_thrown_away_are_not_waited_for():
     """A deferred prompt's first draw is too short.  Nobody waits for its rewards."""
     mine, engine, judging = admitter(10, 30, unbiased=True, num_prompts=1, eta_prompts=2.0), Uneven({}), Judging()
-    *groups, _ = await all_of(begin(mine, engine, judging))
+    *groups, _ = await list_events(begin(mine, engine, judging))
     assert [group.index for group in groups] == [0]
     judging.open.clear()
     engine.lengths = {(30, 0): 2, (30, 1): 6}
@@ -128,7 +128,7 @@ async def test_draws_that_are_thrown_away_are_not_waited_for():
         assert round_.summary is None
         await asyncio.sleep(0)
     judging.open.set()
-    *groups, _ = await all_of(round_)
+    *groups, _ = await list_events(round_)
     assert rewards(groups) == [[30.0, 30.0]] and judging.cancelled == [1]
 
 
@@ -140,7 +140,7 @@ async def test_a_verdict_is_asked_for_with_the_rewards():
         seen.append([sample.reward for sample in group.list_kept()])
         return group.index != 0
 
-    *groups, _ = await all_of(begin(admitter(3, 4, 5, filter_groups=True), Played(), Judging(), judge=judge))
+    *groups, _ = await list_events(begin(admitter(3, 4, 5, filter_groups=True), Played(), Judging(), judge=judge))
     assert [3.0, 3.0] in seen and None not in [value for values in seen for value in values]
     assert sorted(group.index for group in groups) == [1, 2]
 
@@ -156,7 +156,7 @@ async def test_partial_keeps_rewards_for_the_round_that_returns_the_group():
 
     groups = []
     for version in range(3):
-        *found, _ = await all_of(begin(mine, engine, reward, version=version))
+        *found, _ = await list_events(begin(mine, engine, reward, version=version))
         groups += found
         mine = loads(dumps(mine), mine.rules)
     assert rewards(groups) == [[7.0, 7.0]] * 3
@@ -190,7 +190,7 @@ async def test_what_is_no_reward_ends_the_round(given, late):
         await asyncio.sleep(0)
     opened.set()
     with pytest.raises(ValueError, match=r"the reward of response [01] to prompt \[0, [01]\] is .*, must be a finite"):
-        await asyncio.wait_for(all_of(round_), 60)
+        await asyncio.wait_for(list_events(round_), 60)
     await round_.wait()
     round_.undo()
     assert len(mine.state.fresh) == 2
@@ -201,13 +201,13 @@ async def test_a_reward_that_raises_or_is_cancelled_ends_the_round():
         raise KeyError("no answer")
 
     with pytest.raises(KeyError, match="no answer"):
-        await asyncio.wait_for(all_of(begin(admitter(3, 3), Played(), raises)), 60)
+        await asyncio.wait_for(list_events(begin(admitter(3, 3), Played(), raises)), 60)
 
     async def cancelled(response: Response) -> float:
         raise asyncio.CancelledError("the pool was closed")
 
     with pytest.raises(RuntimeError, match="a reward was cancelled: the pool was closed"):
-        await asyncio.wait_for(all_of(begin(admitter(3, 3), Played(), cancelled)), 60)
+        await asyncio.wait_for(list_events(begin(admitter(3, 3), Played(), cancelled)), 60)
 
 
 def test_over_http():
@@ -222,7 +222,7 @@ async def test_a_missing_reward_is_no_reward_of_nought():
         prompt, number = response.prompt["input_ids"][0], response.sample.number
         return MISSING if prompt == 3 or (prompt, number) == (4, 1) else float(number)
 
-    *groups, _ = await all_of(
+    *groups, _ = await list_events(
         begin(admitter(3, 4, 5, num_prompts=3, num_responses=3, eta_prompts=1.0, eta_responses=1.0), Played(), reward)
     )
     found = {group.prompt["input_ids"][0]: group for group in groups}

@@ -93,7 +93,7 @@ class PlayedServer:
 
 
 @asynccontextmanager
-async def served(server: PlayedServer):
+async def serve(server: PlayedServer):
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", server.answer)
     runner = web.AppRunner(application, shutdown_timeout=0.1)
@@ -108,7 +108,7 @@ async def served(server: PlayedServer):
 
 def play(server: PlayedServer, mine: Admitter, **named) -> list:
     async def run() -> list:
-        async with served(server) as url:
+        async with serve(server) as url:
             events = RolloutClient(url, name="mine").async_rollout(mine, {"max_new_tokens": 50}, 0, **named)
             return [event async for event in events]
 
@@ -176,7 +176,7 @@ async def test_samples_wait_here_for_a_connection(leave, monkeypatch):
     monkeypatch.setattr(client, "CONNECTIONS", 2)
 
     server, mine = PlayedServer(), admitter(*[0 if leave else 3] * 40, num_prompts=40, eta_prompts=1.0)
-    async with served(server) as url:
+    async with serve(server) as url:
         events = RolloutClient(url).async_rollout(mine, {"max_new_tokens": 50}, 0)
         if leave:
             first = asyncio.ensure_future(anext(events))
@@ -196,7 +196,7 @@ async def test_samples_wait_here_for_a_connection(leave, monkeypatch):
 @pytest.mark.parametrize("turns", range(8))
 async def test_an_abort_in_any_turn_of_a_samples_start_is_no_error(turns):
     """Before it goes out, while it does, and after: the answer is empty, or what there was."""
-    async with served(PlayedServer()) as url, RolloutClient(url)._connect() as backend:
+    async with serve(PlayedServer()) as url, RolloutClient(url)._connect() as backend:
         await backend.begin_round(BeginRound())
         asked = asyncio.ensure_future(backend.generate("one", {"input_ids": [3]}, {"max_new_tokens": 50}))
         for _ in range(turns):

@@ -65,7 +65,7 @@ def load(*families: int) -> Load:
     return Load(prompt=10 + numbers, output=numbers, limit=0 * numbers + 64, family=np.array(families), replica=numbers)
 
 
-def seen(sizes: list[int], *loads: Load) -> RoundTracker:
+def track_rounds(sizes: list[int], *loads: Load) -> RoundTracker:
     """Rounds of these sizes have ended; in each, these were in the engine at one time or another."""
     arrivals = RoundTracker()
     for size in sizes:
@@ -78,7 +78,7 @@ def seen(sizes: list[int], *loads: Load) -> RoundTracker:
 
 def test_the_round_to_come_is_like_the_last_one_before_its_first_token():
     """Of two looks the later one is kept: when all have come their leaders have not told yet who are siblings."""
-    arrivals = seen([3, 3], load(5), load(-1, -2, -3), load(8, 9, 8), load(9))
+    arrivals = track_rounds([3, 3], load(5), load(-1, -2, -3), load(8, 9, 8), load(9))
     coming = arrivals.predict_round_load(100.0)
     assert (coming.prompt.tolist(), coming.output.tolist(), coming.limit.tolist()) == ([10, 11, 12], [0] * 3, [64] * 3)
     assert coming.family[0] == coming.family[2] != coming.family[1] and max(coming.family) < 0
@@ -95,10 +95,10 @@ def test_the_round_to_come_is_like_the_last_one_before_its_first_token():
     ids=["one round", "two sizes", "never all at once", "not looked at"],
 )
 def test_nothing_is_known_of_the_round_to_come(sizes, loads):
-    assert len(seen(sizes, *loads).predict_round_load(100.0)) == 0
+    assert len(track_rounds(sizes, *loads).predict_round_load(100.0)) == 0
 
 
-def told(*begun: BeginRound, arrivals: RoundTracker | None = None) -> RoundTracker:
+def announce_rounds(*begun: BeginRound, arrivals: RoundTracker | None = None) -> RoundTracker:
     arrivals = arrivals or RoundTracker()
     for one in begun:
         arrivals.update_announced_round(one, 0.0)
@@ -108,13 +108,13 @@ def told(*begun: BeginRound, arrivals: RoundTracker | None = None) -> RoundTrack
 def test_a_round_that_was_announced_is_complete_when_it_is():
     """At once, and whatever earlier rounds were like."""
     for arrivals in (RoundTracker(), after(2, 2)):
-        assert come(told(BeginRound(requests=3), arrivals=arrivals), 3) == [False, False, True]
+        assert come(announce_rounds(BeginRound(requests=3), arrivals=arrivals), 3) == [False, False, True]
         arrivals.record_arrival(9.0)
         assert arrivals.complete, "more came than was said"
 
 
 def test_what_goes_on_with_a_sample_is_not_another_one():
-    arrivals = told(BeginRound(requests=2))
+    arrivals = announce_rounds(BeginRound(requests=2))
     come(arrivals, 1)
     for _ in range(3):
         arrivals.record_arrival(5.0, sample=False)
@@ -124,7 +124,7 @@ def test_what_goes_on_with_a_sample_is_not_another_one():
 
 
 def test_it_goes_on_though_the_engine_is_empty():
-    arrivals = told(BeginRound(requests=2))
+    arrivals = announce_rounds(BeginRound(requests=2))
     come(arrivals, 2)
     arrivals.switches = 1
     arrivals.update_request_count(0)
@@ -136,7 +136,7 @@ def test_it_goes_on_though_the_engine_is_empty():
 
 
 def test_the_next_one_of_that_name_takes_its_place():
-    arrivals = told(BeginRound(requests=5))
+    arrivals = announce_rounds(BeginRound(requests=5))
     come(arrivals, 2)
     arrivals.update_request_count(0)
     arrivals.update_announced_round(BeginRound(requests=3), 6.0)
@@ -145,7 +145,7 @@ def test_the_next_one_of_that_name_takes_its_place():
 
 def test_what_it_leaves_in_the_engine_is_not_of_the_next_one():
     """Two responses that run and one in a queue, aborted: of the last one no report tells."""
-    arrivals = told(BeginRound(name="a", requests=4, kind="short"), arrivals=RoundTracker((1, 2)))
+    arrivals = announce_rounds(BeginRound(name="a", requests=4, kind="short"), arrivals=RoundTracker((1, 2)))
     come(arrivals, 4)
     arrivals.record_response_end(5.0)
     arrivals.update_request_count(3)
@@ -164,7 +164,7 @@ def test_what_it_leaves_in_the_engine_is_not_of_the_next_one():
     arrivals.record_response_end(7.0)
     assert not len(arrivals.predict_round_load(6.0))
     arrivals.update_announced_round(EndRound(name="b"), 8.0)
-    assert told(BeginRound(name="c", requests=4, kind="short"), arrivals=arrivals).start == 2
+    assert announce_rounds(BeginRound(name="c", requests=4, kind="short"), arrivals=arrivals).start == 2
 
 
 @pytest.mark.parametrize("name", ["default", "another"])
@@ -176,7 +176,7 @@ def test_an_end_that_ends_nothing_is_none_of_what_nobody_announced(name):
 
 
 def test_two_rounds_count_as_one():
-    arrivals = told(BeginRound(name="a", requests=3), BeginRound(name="b", requests=2))
+    arrivals = announce_rounds(BeginRound(name="a", requests=3), BeginRound(name="b", requests=2))
     assert come(arrivals, 5) == [False] * 4 + [True]
     arrivals.update_announced_round(EndRound(name="b"), 6.0)
     arrivals.update_announced_round(BeginRound(name="b", requests=4), 6.0)
@@ -186,7 +186,7 @@ def test_two_rounds_count_as_one():
 
 
 def test_one_whose_client_is_gone_is_over():
-    arrivals = told(BeginRound(requests=5, lease_seconds=LEASE_SECONDS))
+    arrivals = announce_rounds(BeginRound(requests=5, lease_seconds=LEASE_SECONDS))
     come(arrivals, 2)
     arrivals.end_silent_rounds(1.9 + LEASE_SECONDS)
     assert arrivals.open and arrivals.get_status(LEASE_SECONDS)["open"][0]["lease_left"] == 2.0
@@ -199,7 +199,7 @@ def test_one_whose_client_is_gone_is_over():
 @pytest.mark.parametrize("size", [64, None], ids=["of 64", "of unknown size"])
 def test_a_dead_round_beside_a_live_client_ends(named, size):
     """Requests of the live one, all of which come while the other is open, are not taken for the other's."""
-    arrivals = told(BeginRound(name="dead", requests=size, lease_seconds=LEASE_SECONDS))
+    arrivals = announce_rounds(BeginRound(name="dead", requests=size, lease_seconds=LEASE_SECONDS))
     for now in range(0, int(LEASE_SECONDS), 50):
         arrivals.update_announced_round(BeginRound(name="live", requests=8, lease_seconds=LEASE_SECONDS), now)
         for _ in range(8):
@@ -216,7 +216,7 @@ def test_a_dead_round_beside_a_live_client_ends(named, size):
 
 def test_requests_that_nobody_can_attribute_renew_nothing():
     """All samples of the dead round have come; these are of a client that announces nothing, or of another round."""
-    arrivals = told(BeginRound(name="dead", requests=2, lease_seconds=LEASE_SECONDS))
+    arrivals = announce_rounds(BeginRound(name="dead", requests=2, lease_seconds=LEASE_SECONDS))
     come(arrivals, 2)
     for now in range(10, int(LEASE_SECONDS), 10):
         assert arrivals.record_arrival(now) == ""
@@ -226,41 +226,41 @@ def test_requests_that_nobody_can_attribute_renew_nothing():
 
 
 def test_a_client_in_the_process_of_the_engine_needs_no_lease():
-    arrivals = told(BeginRound(requests=2))
+    arrivals = announce_rounds(BeginRound(requests=2))
     arrivals.end_silent_rounds(1e9)
     assert arrivals.get_status(1e9)["open"][0]["lease_left"] is None
 
 
 def test_two_clients_that_do_not_name_their_requests_have_all_that_they_announced():
-    arrivals = told(BeginRound(name="a", requests=3), BeginRound(name="b", requests=2))
+    arrivals = announce_rounds(BeginRound(name="a", requests=3), BeginRound(name="b", requests=2))
     assert [arrivals.record_arrival(1.0) for _ in range(6)] == ["b", "b", "a", "a", "a", ""]
     assert not arrivals.missing
 
 
 def test_one_of_unknown_size_is_complete_as_if_nobody_had_announced_it():
-    arrivals = told(BeginRound(), arrivals=after(3, 3))
+    arrivals = announce_rounds(BeginRound(), arrivals=after(3, 3))
     assert come(arrivals, 3) == [False, False, True]
     arrivals.update_request_count(0)
     assert arrivals.open and arrivals.came == 3
-    assert come(told(BeginRound()), 3) == [False] * 3
+    assert come(announce_rounds(BeginRound()), 3) == [False] * 3
 
 
 def test_what_does_not_count_may_come_before_its_first_request():
     """A health probe, or a calibration."""
-    arrivals = told(BeginRound(requests=3))
+    arrivals = announce_rounds(BeginRound(requests=3))
     arrivals.update_request_count(4)
     arrivals.update_request_count(0)
     assert arrivals.peak == 0 and len(arrivals.predict_round_load(1.0)) == 3
 
 
 def test_no_more_are_open_than_anybody_needs():
-    arrivals = told(*(BeginRound(name=f"job{number}", requests=1) for number in range(MOST_OPEN + 5)))
+    arrivals = announce_rounds(*(BeginRound(name=f"job{number}", requests=1) for number in range(MOST_OPEN + 5)))
     assert len(arrivals.open) == arrivals.missing == MOST_OPEN and "job4" not in arrivals.open
 
 
 def test_the_round_to_come_is_as_it_was_announced():
     first = BeginRound(name="a", requests=4, prompts=2, prompt_tokens=70, max_new_tokens=90)
-    arrivals = told(first, BeginRound(name="b", requests=1, prompt_tokens=7, max_new_tokens=9))
+    arrivals = announce_rounds(first, BeginRound(name="b", requests=1, prompt_tokens=7, max_new_tokens=9))
     coming = arrivals.predict_round_load(0.0)
     assert (coming.prompt.tolist(), coming.limit.tolist()) == ([70] * 4 + [7], [90] * 4 + [9])
     assert coming.family.tolist() == [-1, -1, -2, -2, -3] and not coming.output.any()
@@ -273,7 +273,7 @@ def test_the_round_to_come_is_as_it_was_announced():
 
 
 def test_prompts_that_nobody_tells_of_are_as_long_as_those_before():
-    arrivals = told(BeginRound(requests=2))
+    arrivals = announce_rounds(BeginRound(requests=2))
     assert arrivals.predict_round_load(0.0).prompt.tolist() == [PROMPT_TOKENS] * 2
     come(arrivals, 2)
     arrivals.record_load(load(1, 2, 3))

@@ -18,7 +18,7 @@ from sglang_pat.rollout.requests import check_params, make_output
 from sglang_pat.rollout.rounds import RolloutRound, WeightsChanged
 
 from .admission_world import dumps, loads
-from .rounds_world import FOREVER, SAID, Played, admitter, all_of
+from .rounds_world import FOREVER, SAID, Played, admitter, list_events
 
 pytestmark = pytest.mark.unit
 
@@ -27,7 +27,7 @@ EPOCH = (3, 3, 3, 40, 3, 40)
 
 async def test_a_round_gives_its_groups_and_then_its_summary():
     engine, mine = Played(), admitter(*EPOCH)
-    *groups, summary = await all_of(RolloutRound(mine, engine, 5, {"max_new_tokens": 50}))
+    *groups, summary = await list_events(RolloutRound(mine, engine, 5, {"max_new_tokens": 50}))
     assert all(isinstance(group, Group) for group in groups)
     assert summary.kind == "short" and summary.returned == 2 == len(groups)
     assert not engine.running
@@ -42,7 +42,7 @@ async def test_an_abort_that_overtakes_its_request_is_sent_again(monkeypatch):
 
     engine, mine = Played(), admitter(3, 3, FOREVER, 3, end=False)
     engine.deaf = 4
-    await all_of(RolloutRound(mine, engine, 0, {"max_new_tokens": FOREVER}))
+    await list_events(RolloutRound(mine, engine, 0, {"max_new_tokens": FOREVER}))
     assert engine.aborts > 4
     assert not engine.running
 
@@ -72,7 +72,7 @@ async def test_weights_that_change_in_a_round_cancel_it(told):
     if told:
         round_.cancel_for_new_weights()
     with pytest.raises(WeightsChanged):
-        await all_of(round_)
+        await list_events(round_)
     await round_.wait()
     assert len(mine.state.fresh) == 6
     assert not engine.running
@@ -82,7 +82,7 @@ async def test_an_error_of_the_engine_is_raised_and_nothing_is_lost():
     engine, mine = Played(), admitter(3, -1, 3, 3)
     round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": 50})
     with pytest.raises(ValueError, match="refused"):
-        await all_of(round_)
+        await list_events(round_)
     await round_.wait()
     assert len(mine.state.fresh) == 4
     assert not engine.running
@@ -101,7 +101,7 @@ async def test_a_verdict_and_the_trainer_get_the_text_of_all_tokens(monkeypatch)
     mine = admitter(3, 3, 3, filter_groups=True)
     judged = []
     round_ = RolloutRound(mine, Played(), 0, {"max_new_tokens": 50}, lambda group: judged.append(group) or True)
-    *groups, _ = await all_of(round_)
+    *groups, _ = await list_events(round_)
     assert {sample.output.text for group in (*judged, *groups) for sample in group.list_kept()} == {"7 7 7"}
     assert len(judged) >= len(groups) == 2
 
@@ -117,7 +117,7 @@ async def test_the_end_of_an_iterator_in_a_callback_ends_the_round(asked):
     given = {"judge": ends} if asked == "judge" else {"judge": lambda _: False, "more": ends}
     round_ = RolloutRound(mine, Played(), 0, {"max_new_tokens": 50}, **given)
     with pytest.raises(RuntimeError, match="ends raised StopIteration; at the end of the data return fewer"):
-        await asyncio.wait_for(all_of(round_), 60)
+        await asyncio.wait_for(list_events(round_), 60)
     await round_.wait()
 
 
@@ -126,7 +126,7 @@ async def test_prompts_that_came_in_a_round_stay_when_it_is_taken_back(mode):
     mine = admitter(3, 3, 3, mode=mode, end=False)
     round_ = RolloutRound(mine, Played(), 0, {"max_new_tokens": 50})
     round_.tell(mine.feed, [((0, 7), {"input_ids": [3]})])
-    await all_of(round_)
+    await list_events(round_)
     round_.undo()
     assert [group.key.index for group in mine.state.fresh] == [0, 1, 2, 7]
 
@@ -137,7 +137,7 @@ async def test_partial_resumes_with_prefix_and_what_is_left_of_the_limit():
     engine, found, params = Played(), [], {"max_new_tokens": 50, "min_new_tokens": 20}
     params["custom_params"] = {"mine": 1}
     for version in range(4):
-        *groups, summary = await all_of(RolloutRound(mine, engine, version, params))
+        *groups, summary = await list_events(RolloutRound(mine, engine, version, params))
         found += groups
     assert sorted(group.key.index for group in found) == [0, 1, 2, 3]
     long = next(group for group in found if group.key.index == 1).list_kept()[0].output
@@ -166,7 +166,7 @@ async def test_interrupted_in_its_last_step():
 
     mine = admitter(9, 9, 9, 9, num_responses=1, num_prompts=1, mode="partial", eta_prompts=1.0)
     engine = Late()
-    *groups, summary = await all_of(RolloutRound(mine, engine, 0, {"max_new_tokens": 4}))
+    *groups, summary = await list_events(RolloutRound(mine, engine, 0, {"max_new_tokens": 4}))
     assert groups[0].list_kept()[0].output.finish_reason == "length"
     assert len(groups[0].list_kept()[0].output.token_ids) == 4
     assert len(engine.calls) == 1
@@ -174,7 +174,7 @@ async def test_interrupted_in_its_last_step():
 
 async def test_samples_of_a_prompt_have_seeds_of_their_own():
     engine, mine = Played(), admitter(3, 4, num_prompts=1, num_responses=3)
-    await all_of(RolloutRound(mine, engine, 0, {"max_new_tokens": 5, "sampling_seed": 10}))
+    await list_events(RolloutRound(mine, engine, 0, {"max_new_tokens": 5, "sampling_seed": 10}))
     assert sorted(p["sampling_seed"] for ids, p in engine.calls if ids[0] == 3) == [10, 11, 12]
 
 
@@ -203,23 +203,23 @@ async def test_the_engine_is_told_of_a_round_before_its_samples_and_after_them()
             await super().begin_round(begun)
 
     engine = Slow()
-    await all_of(RolloutRound(admitter(*EPOCH), engine, 0, {"max_new_tokens": 50}))
+    await list_events(RolloutRound(admitter(*EPOCH), engine, 0, {"max_new_tokens": 50}))
     begun, ended = engine.told
     assert ended == begun.name
     assert (begun.requests, begun.prompts, begun.prompt_tokens, begun.max_new_tokens) == (6, 3, 1, 50)
     assert begun.kind == "short"
     engine = Slow()
-    await all_of(RolloutRound(admitter(*EPOCH, mode="partial"), engine, 0, {"max_new_tokens": 50}))
+    await list_events(RolloutRound(admitter(*EPOCH, mode="partial"), engine, 0, {"max_new_tokens": 50}))
     assert engine.told[0].requests is None and engine.told[0].prompt_tokens == 1
     engine, mine = Slow(), admitter(3)  # less than a batch: it runs to its end
-    await all_of(RolloutRound(mine, engine, 0, {"max_new_tokens": 50}))
+    await list_events(RolloutRound(mine, engine, 0, {"max_new_tokens": 50}))
     assert (engine.told[0].requests, engine.told[0].kind) == (2, "long")
 
 
 async def test_a_round_of_more_samples_than_policies_compute_with_has_no_size(monkeypatch):
     monkeypatch.setattr(messages, "MOST_IN_ROUND", 5)
     engine = Played()
-    await all_of(RolloutRound(admitter(*EPOCH), engine, 0, {"max_new_tokens": 50}))
+    await list_events(RolloutRound(admitter(*EPOCH), engine, 0, {"max_new_tokens": 50}))
     assert (engine.told[0].requests, engine.told[0].prompts, engine.told[0].kind) == (None, None, "short")
 
 
@@ -237,7 +237,7 @@ async def test_a_round_that_never_began_on_the_engine(fault):
     round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": 50})
     if fault == "refuses":
         with pytest.raises(ConnectionError, match="nobody there"):
-            await all_of(round_)
+            await list_events(round_)
     else:
         await asyncio.sleep(0)
         round_.cancel()
@@ -274,7 +274,7 @@ def test_an_abort_in_the_step_of_the_last_token():
 
 
 async def run_round(mine: Admitter, judge, *more) -> list:
-    return await all_of(RolloutRound(mine, Played(), 0, {"max_new_tokens": 50}, judge, *more))
+    return await list_events(RolloutRound(mine, Played(), 0, {"max_new_tokens": 50}, judge, *more))
 
 
 @pytest.mark.parametrize("mode", ["strict", "partial"])
@@ -332,11 +332,11 @@ async def test_an_engine_that_aborts_everything_ends_the_round(mode, tokens):
     limit = 5000 if mode == "strict" else 50
     round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": limit})
     if mode == "partial" and tokens:  # a token each time: that is progress
-        *_, summary = await all_of(round_)
+        *_, summary = await list_events(round_)
         assert summary.returned == 2
         return
     with pytest.raises(RuntimeError, match=f"aborted 16 times after {tokens} tokens, not by its round"):
-        await all_of(round_)
+        await list_events(round_)
     assert len(engine.calls) <= 16 * 6
     assert round_.summary.cancelled
     mine.state.thrown = 0

@@ -109,7 +109,7 @@ def test_a_request_costs_the_same_however_many_are_on_their_way():
     assert lines_run(receive)[0] <= first + 10
 
 
-def placed(requests: list[Generation], response: float, dp: int = 4) -> list[int]:
+def place_requests(requests: list[Generation], response: float, dp: int = 4) -> list[int]:
     """Where requests go that come one after another and stay."""
     layout, leaders, places = ParallelLayout(1, dp), {rank: Leader() for rank in range(dp)}, PrefixPlaces()
     result = []
@@ -125,7 +125,7 @@ def groups(number: int, size: int, tokens: int = 8192) -> list[Generation]:
 
 def test_siblings_of_a_long_prompt_go_to_one_replica():
     """Where responses are short: eight siblings are computed once, and in the end all replicas are equally full."""
-    ranks = placed(groups(8, 8), response=250)
+    ranks = place_requests(groups(8, 8), response=250)
     assert ranks == [rank for rank in (0, 1, 2, 3) * 2 for _ in range(8)]
 
 
@@ -137,7 +137,7 @@ def test_siblings_of_a_long_prompt_go_to_one_replica():
 def test_no_replica_is_much_fuller_for_a_prompt(given_requests, response):
     requests = [Generation(obj=None, tokens=n, family=f if n >= LONG_PROMPT else None) for f, n in given_requests]
     load = [0] * 4
-    for request, rank in zip(requests, placed(requests, response), strict=True):
+    for request, rank in zip(requests, place_requests(requests, response), strict=True):
         assert load[rank] - min(load) <= compute_allowed_lead(request.tokens, response)
         load[rank] += 1
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from sglang_pat.rewards import local, program_runner, sandbox
-from sglang_pat.rewards.local import Bubblewrap, LocalSession
-from sglang_pat.rewards.programs import score_response
-from sglang_pat.rewards.runs import SandboxError
+from reward_sandbox import local, program_runner, sandbox
+from reward_sandbox.local import Bubblewrap, LocalSession
+from reward_sandbox.programs import score_response
+from reward_sandbox.runs import SandboxError
 
 from . import sandbox_escapes as escapes
 
@@ -150,7 +150,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from sglang_pat.rewards.sandbox import make_sandbox
+from reward_sandbox.sandbox import make_sandbox
 with make_sandbox(sys.argv[1]).open(sys.argv[2]) as session:
     pid = session.process.pid
     print(Path(f"/proc/{pid}/task/{pid}/children").read_text(), flush=True)
@@ -230,7 +230,7 @@ def test_a_machine_without_user_namespaces_is_told_the_ways_out(folder, monkeypa
 
 def test_really_without_user_namespaces(bubblewrap):
     """In a sandbox that closes them."""
-    program = "from sglang_pat.rewards.sandbox import make_sandbox\nmake_sandbox(None)"
+    program = "from reward_sandbox.sandbox import make_sandbox\nmake_sandbox(None)"
     closed = [bubblewrap.bwrap, "--unshare-user", "--disable-userns", "--uid", "1000", "--bind", "/", "/"]
     command = [*closed, "--dev", "/dev", "--proc", "/proc", "--", sys.executable, "-c", program]
     done = subprocess.run(

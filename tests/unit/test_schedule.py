@@ -25,7 +25,7 @@ def requests(count: int, length: int = 100, prefills: int = 1) -> list[Request]:
     return [Request(length + i, prefills) for i in range(count)]
 
 
-def started(entries: list[dict], seed: int = 0, base: ParallelLayout = BASE) -> World:
+def start_world(entries: list[dict], seed: int = 0, base: ParallelLayout = BASE) -> World:
     world = World(base, seed)
     world.set(entries)
     return world
@@ -33,7 +33,7 @@ def started(entries: list[dict], seed: int = 0, base: ParallelLayout = BASE) -> 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_replica_has_made_exactly_so_many_steps(seed):
-    world = started([{"tp": 2, "arrived": 8, "step": 20}, {"tp": 4, "step": 33}, {"tp": 1, "step": 33}], seed)
+    world = start_world([{"tp": 2, "arrived": 8, "step": 20}, {"tp": 4, "step": 33}, {"tp": 1, "step": 33}], seed)
     query = world.wait()
     world.send(*requests(3))
     world.run()
@@ -53,7 +53,7 @@ def test_every_replica_has_made_exactly_so_many_steps(seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_tokens_count_from_where_the_schedule_takes_hold(seed):
     """Also where it is set in the instant after a switch, when the new leaders have not listed their requests yet."""
-    world = started([{"tp": 2, "arrived": 8, "tokens": 100}], seed)
+    world = start_world([{"tp": 2, "arrived": 8, "tokens": 100}], seed)
     world.send(*requests(8, 50))
     world.run(until=lambda world: world.fired)
     world.set([{"tp": 4, "tokens": 100}])
@@ -64,7 +64,7 @@ def test_tokens_count_from_where_the_schedule_takes_hold(seed):
 
 
 def test_batches_count_prefills():
-    world = started([{"tp": 2, "arrived": 4, "batch": 2}])
+    world = start_world([{"tp": 2, "arrived": 4, "batch": 2}])
     world.send(*requests(4, prefills=3))
     world.run()
     assert world.fired[0].batches == dict.fromkeys(range(4), 2)
@@ -72,7 +72,7 @@ def test_batches_count_prefills():
 
 
 def test_held_until_there_is_another_schedule():
-    world = started([{"tp": 2, "arrived": 2, "step": 5}, {"step": 9, "hold": True}])
+    world = start_world([{"tp": 2, "arrived": 2, "step": 5}, {"step": 9, "hold": True}])
     query = world.wait()
     world.send(*requests(2))
     world.run()
@@ -87,7 +87,7 @@ def test_held_until_there_is_another_schedule():
 
 
 def test_a_schedule_that_is_replaced_answers_who_waits():
-    world = started([{"tp": 2, "arrived": 100}])
+    world = start_world([{"tp": 2, "arrived": 100}])
     query = world.wait()
     world.run()
     world.set([])
@@ -101,7 +101,7 @@ def test_a_schedule_that_is_replaced_answers_who_waits():
 @pytest.mark.parametrize("seed", range(10))
 def test_a_schedule_that_is_replaced_during_its_switch(entries, seed):
     """The switch is carried through, and counts for the schedule that wanted it, not for the new one."""
-    world = started([{"tp": 2, "arrived": 4, "step": 5}], seed)
+    world = start_world([{"tp": 2, "arrived": 4, "step": 5}], seed)
     world.send(*requests(4))
     world.run(until=lambda w: w.coordinator._switching.under_way or w.coordinator._switching.wanted)
     world.set(entries)
@@ -113,7 +113,7 @@ def test_a_schedule_that_is_replaced_during_its_switch(entries, seed):
 
 
 def test_an_entry_of_the_layout_in_force_switches_nothing():
-    world = started([{"tp": 1, "arrived": 1, "step": 3}, {"tp": 2, "step": 3}])
+    world = start_world([{"tp": 1, "arrived": 1, "step": 3}, {"tp": 2, "step": 3}])
     world.send(*requests(2))
     world.run()
     assert [fired.alive for fired in world.fired] == [2]
@@ -121,7 +121,7 @@ def test_an_entry_of_the_layout_in_force_switches_nothing():
 
 def test_a_request_to_switch_comes_in_between():
     """The replicas that the request merges in the middle of their way hold, and then go on to the entry's step."""
-    world = started([{"tp": 4, "arrived": 4, "step": 50}])
+    world = start_world([{"tp": 4, "arrived": 4, "step": 50}])
     world.send(*requests(4))
     world.run(until=lambda w: w.ranks[0].steps == 20)
     world.coordinator.reconfigure(Reconfigure(query_id=999, tp=2), 0.0)
@@ -145,7 +145,7 @@ def test_under_another_policy_requests_count_from_there_on():
     assert kinds[:behind].count("length") == 2 and kinds[behind:].count("length") == 3
 
 
-def in_a_tail(snapshot: Snapshot, history: LengthHistory) -> Decision:
+def decide_in_a_tail(snapshot: Snapshot, history: LengthHistory) -> Decision:
     """Merged when four are left; a round of a known size is merged before its first request, as ``survival`` does."""
     merged = len(snapshot.coming) or (snapshot.peak > 4 and 0 < len(snapshot.load) <= 4)
     return Decision(tp=4 if merged else 1 if not snapshot.requests else snapshot.tp)
@@ -162,12 +162,12 @@ def rounds(world: World, *lengths: int) -> World:
 @pytest.mark.parametrize("lengths", [(20, 20, 20), (10, 10, 10, 10, 40, 40, 40, 40)], ids=["ahead", "in a tail"])
 def test_a_log_is_repeated_by_tokens(seed, lengths, tmp_path):
     """Also a switch ahead of a round: before its first token."""
-    first = rounds(World(BASE, seed, policy="survival", decide=in_a_tail, profile="-"), *lengths)
+    first = rounds(World(BASE, seed, policy="survival", decide=decide_in_a_tail, profile="-"), *lengths)
     path = tmp_path / "decisions.jsonl"
     path.write_bytes(b"".join(first.log))
     entries = read_schedule(path)
     assert [entry["tp"] for entry in entries] == [record.to_tp for record in first.coordinator.account.records]
-    again = rounds(started(entries, seed + 100), *lengths)
+    again = rounds(start_world(entries, seed + 100), *lengths)
     for entry, fired in zip(entries, again.fired, strict=True):
         assert entry["tokens"] <= fired.generated < entry["tokens"] + len(lengths)
     assert again.coordinator._schedule.over
@@ -182,7 +182,7 @@ def test_a_log_without_tokens_is_not_repeated(tmp_path):
 
 def test_what_does_not_count_in_a_schedule():
     """The server says when its warm-up is over; health probes come at any time."""
-    world = started([{"tp": 2, "arrived": 2}])
+    world = start_world([{"tp": 2, "arrived": 2}])
     world.send(*requests(3), counts=False)
     world.run()
     assert not world.fired
@@ -228,7 +228,7 @@ ENTRIES = st.lists(
 )
 def test_any_schedule_loses_nothing_and_ends(entries, lengths, seed):
     """Whatever is never due stays so; without a schedule everything ends."""
-    world = started(entries, seed)
+    world = start_world(entries, seed)
     world.send(*(Request(length, prefills) for length, prefills in lengths))
     world.run()
     world.set([])

@@ -76,7 +76,7 @@ BAD = [
     ({"switch_at": "0"}, "--pat-switch-at 0: must be at least 1"),
     ({"calibrate": 1001}, "--pat-calibrate 1001: must be 0 to 1000"),
     ({"profile": "/nowhere"}, "profile /nowhere: No such file or directory; make one with"),
-    ({"policy": "schedule", "schedule": "/nowhere"}, "schedule is gone: POST the entries as a JSON list"),
+    ({"policy": "schedule", "schedule": "/nowhere"}, " has no setting 'schedule'"),
     ({"log": "/nowhere/log"}, "--pat-log /nowhere/log: No such file or directory; give a file that can be written"),
     ({"base_tp": 2, "candidates": "1,2"}, "candidate tp=1 is below the base tp=2"),
     ({"base_tp": 3}, "base_tp is 3, must divide the engine's 8 GPUs: 1, 2, 4, 8"),

@@ -85,7 +85,7 @@ def test_backend(reports, n, name):
         assert report.get(name, "not run, see an earlier failure") == "ok", f"rank {rank}: {report.get(name, report)}"
 
 
-def killed_peer(rank, n):
+def kill_peer(rank, n):
     """Rank 1 is killed; returns for three calls on the others how long each took to fail, and the message."""
     groups = [dist.new_group(list(range(n)), backend=shm.BACKEND) for _ in range(3)]
     x = torch.ones(100)
@@ -115,7 +115,7 @@ def killed_peer(rank, n):
 @pytest.mark.parametrize("reaped", [False, True])
 def test_a_killed_peer_is_named(reaped):
     before = segments()
-    results = run_ranks(3, killed_peer, world_backend="gloo", reaped=reaped, silent=(1,))
+    results = run_ranks(3, kill_peer, world_backend="gloo", reaped=reaped, silent=(1,))
     for failures in (results[0], results[2]):
         assert len(failures) == 3, failures
         for seconds, text in failures:
@@ -136,17 +136,17 @@ def test_a_name_left_by_a_killed_creator_is_swept(tmp_path):
     creator = get_context().Process(target=join_a_group_that_never_fills, args=(str(tmp_path / "store"),))
     creator.start()
     started = time.perf_counter()
-    while not (left := {s for s in segments() - before if created_by(s, creator.pid)}):
+    while not (left := {s for s in segments() - before if is_created_by(s, creator.pid)}):
         assert time.perf_counter() - started < 60
         time.sleep(0.02)
     creator.kill()
     creator.join()
     assert left <= segments()
-    assert run_ranks(1, one_barrier) == [None]
+    assert run_ranks(1, pass_barrier) == [None]
     assert not left & segments()
 
 
-def created_by(segment: str, pid: int) -> bool:
+def is_created_by(segment: str, pid: int) -> bool:
     try:
         head = (Path("/dev/shm") / segment).read_bytes()[:64]
     except FileNotFoundError:
@@ -154,7 +154,7 @@ def created_by(segment: str, pid: int) -> bool:
     return struct.pack("i", pid) in head
 
 
-def one_barrier(rank, n):
+def pass_barrier(rank, n):
     dist.barrier()
 
 

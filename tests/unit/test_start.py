@@ -131,7 +131,7 @@ def test_survival_starts_where_kv_lets_most_of_the_round_run_at_once(room, expec
 # -- the coordinator ---------------------------------------------------------------------------------
 
 
-def crowded(rig: Rig, requests: int, retracted: int, announced: bool) -> None:
+def crowd_round(rig: Rig, requests: int, retracted: int, announced: bool) -> None:
     """A round in which so many were retracted."""
     if announced:
         rig.coordinator.handle_round(m.BeginRound(requests=requests), 0.0)
@@ -172,7 +172,7 @@ def test_what_is_seen_in_rounds_of_one_kind_counts_for_that_kind(sized):
 @pytest.mark.parametrize("announced", [True, False])
 def test_the_round_after_a_crowded_one_starts_in_twice_the_degree(announced):
     rig = Rig(1, 4, policy="threshold", switch_at=1, degrees=(1, 2, 4))
-    crowded(rig, 16, 10, announced)
+    crowd_round(rig, 16, 10, announced)
     assert not rig.world.records
     if announced:
         rig.coordinator.handle_round(m.BeginRound(requests=16), 0.0)
@@ -193,7 +193,7 @@ def test_the_round_after_a_crowded_one_starts_in_twice_the_degree(announced):
 
 def test_a_switch_to_the_start_that_fails_is_not_repeated_at_once():
     rig = Rig(1, 2, policy="threshold", switch_at=1)
-    crowded(rig, 8, 10, announced=False)
+    crowd_round(rig, 8, 10, announced=False)
     rig.work(8)
     rig.settle("abort")
     assert [record.error for record in rig.world.records] == ["rank 0: no"]
@@ -211,5 +211,5 @@ def test_policies_that_predict_are_shown_the_room():
 
 def test_where_the_user_decides_nothing_starts_by_itself():
     rig = Rig(1, 4, policy="manual")
-    crowded(rig, 16, 10, announced=True)
+    crowd_round(rig, 16, 10, announced=True)
     assert rig.work(16) and not rig.world.records

@@ -43,7 +43,7 @@ def learnt(median=400, sigma=0.8, responses=2000, seed=0) -> LengthHistory:
 LEARNT = learnt()
 
 
-def told(scales: dict[int, float]) -> dict[int, StepFactor]:
+def make_factors(scales: dict[int, float]) -> dict[int, StepFactor]:
     return {tp: StepFactor(scales.get(tp, 1.0)) for tp in (1, 2, 4)}
 
 
@@ -213,8 +213,8 @@ def test_step_times_are_the_profiles_times_what_the_run_has_told():
     """On the profile two requests are faster at tp=4; not if it turned out to be twice as slow there."""
     situation = snapshot([1000] * 2, peak=64)
     assert DECIDE(situation, LEARNT).tp == 4
-    assert DECIDE(replace(situation, factors=told({4: 2.0})), LEARNT).tp == 2
-    slower = DECIDE(replace(situation, factors=told(dict.fromkeys((1, 2, 4), 1.3))), LEARNT)
+    assert DECIDE(replace(situation, factors=make_factors({4: 2.0})), LEARNT).tp == 2
+    slower = DECIDE(replace(situation, factors=make_factors(dict.fromkeys((1, 2, 4), 1.3))), LEARNT)
     assert slower.tp == 4 and slower.estimates[4] == pytest.approx(
         1.3 * DECIDE(situation, LEARNT).estimates[4], rel=0.02
     )
@@ -237,11 +237,11 @@ def test_lowering_tp_must_gain_half_of_its_cost_on_top():
 def test_a_layout_is_tried_out_where_little_is_known_of_it():
     """It looks a little slower than the present one.  The longer the rest takes, the more there is to gain."""
     load = snapshot([600] * 4, tp=2, peak=64, complete=True)
-    unknown = replace(load, factors=told({4: 1.1}), doubts={1: 0.0, 2: 0.0, 4: 0.2})
+    unknown = replace(load, factors=make_factors({4: 1.1}), doubts={1: 0.0, 2: 0.0, 4: 0.2})
     assert DECIDE(unknown, LEARNT).tp == 4
     assert DECIDE(replace(unknown, doubts={1: 0.0, 2: 0.0, 4: 0.01}), LEARNT).tp == 2, "known"
     assert DECIDE(replace(unknown, switches=2), LEARNT).tp == 2, "enough for this round"
-    assert DECIDE(replace(unknown, factors=told({4: 2.0})), LEARNT).tp == 2, "hopeless"
+    assert DECIDE(replace(unknown, factors=make_factors({4: 2.0})), LEARNT).tp == 2, "hopeless"
     dear = policy(crossing(control=2.0))
     assert dear(unknown, LEARNT).tp == 2, "not worth the switch"
 

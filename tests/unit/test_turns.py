@@ -16,7 +16,7 @@ from sglang_pat.rollout.turns import FAILED, LATE, Turn, Turns, make_turn
 
 from . import rounds_world
 from .admission_world import dumps, loads
-from .rounds_world import SAID, Played, all_of
+from .rounds_world import SAID, Played, list_events
 
 pytestmark = pytest.mark.unit
 
@@ -83,7 +83,7 @@ def only(events: list) -> Output:
 
 async def test_a_sample_of_several_turns():
     engine, tools, mine = Speaking(), Tools(calls=2), admitter([3, 2, 4])
-    *groups, summary = await all_of(begun(mine, engine, tools, version=8))
+    *groups, summary = await list_events(begun(mine, engine, tools, version=8))
     output = only(groups)
     assert output.token_ids == [7, 7, 9, 5, 5, 5, 7, 9, 5, 5, 5, 7, 7, 7, 9]
     assert output.make_mask() == [token != TOOL for token in output.token_ids]
@@ -105,7 +105,7 @@ async def test_a_sample_of_several_turns():
 
 
 async def test_without_an_environment_a_turn_is_the_response():
-    output = only(await all_of(begun(admitter([3, 2]), Speaking(), None)))
+    output = only(await list_events(begun(admitter([3, 2]), Speaking(), None)))
     assert output.token_ids == [7, 7, 9] and output.make_mask() == [True] * 3 and output.finish_reason == "stop"
 
 
@@ -126,7 +126,7 @@ async def test_without_an_environment_a_turn_is_the_response():
 )
 async def test_limits_count_generated_tokens_over_all_turns(limit, room, tokens, reason):
     engine = Speaking(room)
-    output = only(await all_of(begun(admitter([3, 2, 4]), engine, Tools(calls=2), max_new_tokens=limit)))
+    output = only(await list_events(begun(admitter([3, 2, 4]), engine, Tools(calls=2), max_new_tokens=limit)))
     assert (len(output.token_ids), output.finish_reason) == (tokens, reason)
     assert output.tokens <= limit
     assert all(len(ids) + params["max_new_tokens"] <= room for ids, params in engine.calls[1:])
@@ -148,7 +148,7 @@ async def test_the_longest_sample_is_the_one_that_has_said_most():
     async def environment(turn: Turn) -> list[int] | None:
         return await tools(turn) if turn.sample.index < 2 else None
 
-    *groups, summary = await all_of(begun(mine, engine, environment, max_new_tokens=500))
+    *groups, summary = await list_events(begun(mine, engine, environment, max_new_tokens=500))
     assert sorted(group.index for group in groups) == [0, 1]
     assert summary.kept_lengths == [6, 6]
     assert len(summary.aborted_lengths) == 2 and 6 < max(summary.aborted_lengths) < 400
@@ -165,7 +165,7 @@ async def test_an_error_of_the_environment_ends_its_sample(caplog):
         if turn.sample.index == 0:
             raise LookupError("no such tool")
 
-    *groups, summary = await all_of(begun(admitter([3], [4]), Speaking(), environment))
+    *groups, summary = await list_events(begun(admitter([3], [4]), Speaking(), environment))
     reasons = {group.index: group.list_kept()[0].output.finish_reason for group in groups}
     assert reasons == {0: FAILED, 1: "stop"} and summary.returned == 2
     assert "no such tool" in caplog.text
@@ -180,7 +180,7 @@ async def test_an_environment_that_hangs_ends_its_sample():
         finally:
             cancelled.set()
 
-    output = only(await all_of(begun(admitter([3]), Speaking(), environment, seconds=0.01)))
+    output = only(await list_events(begun(admitter([3]), Speaking(), environment, seconds=0.01)))
     assert output.finish_reason == LATE and output.token_ids == [7, 7, 9]
     await cancelled.wait()
 
@@ -192,13 +192,13 @@ async def test_what_is_no_answer_ends_the_round(answer):
 
     mine = admitter([3], [4])
     with pytest.raises((TypeError, ValueError), match="the environment answered .* must be token ids"):
-        await all_of(begun(mine, Speaking(), environment))
+        await list_events(begun(mine, Speaking(), environment))
     assert len(mine.state.fresh) == 2
 
 
 async def test_an_environment_is_a_coroutine_function():
     with pytest.raises(TypeError, match=r"must be a coroutine function \(async def\)"):
-        await all_of(begun(admitter([3]), Speaking(), lambda turn: [TOOL]))
+        await list_events(begun(admitter([3]), Speaking(), lambda turn: [TOOL]))
     with pytest.raises(ValueError, match="environment_seconds is 0, must be more than 0 and at most 86400"):
         Turns(lambda turn: None, 0)
 
@@ -249,7 +249,7 @@ async def test_a_sample_is_stopped_when_the_batch_is_full_while_its_tool_works()
         if turn.sample.index == 0:
             await asyncio.Event().wait()
 
-    *groups, summary = await all_of(begun(mine, engine, environment))
+    *groups, summary = await list_events(begun(mine, engine, environment))
     assert [group.index for group in groups] == [1]
     assert summary.aborted_lengths == [3] and summary.thrown == 3
     assert not tools.turns
@@ -268,7 +268,7 @@ async def test_partial_goes_on_in_the_turn_in_which_it_was_interrupted():
 
     for version in range(5):
         tools.open.clear() if version < 3 else tools.open.set()
-        found += await all_of(begun(mine, engine, environment, version=version))
+        found += await list_events(begun(mine, engine, environment, version=version))
         states += [(g.samples[0].output.tokens, g.samples[0].output.asked) for g in mine.state.waiting]
         mine = loads(dumps(mine))
     assert [asked for _, asked in states] == [False, True, True, False]
@@ -310,7 +310,7 @@ async def test_whatever_interrupts_them_samples_are_as_if_nothing_had(mode, seed
             for _ in range(chance.randint(0, 40)):
                 await asyncio.sleep(0)
             round_.cancel()
-        events = await all_of(round_)
+        events = await list_events(round_)
         assert not engine.running
         if not (cancelled and events[-1].cancelled):
             for group in events[:-1]:
@@ -365,6 +365,6 @@ async def test_weights_that_change_while_a_tool_works_cancel_the_round(mode):
     engine.weights += 1
     tools.open.set()
     with pytest.raises(WeightsChanged):
-        await all_of(round_)
+        await list_events(round_)
     await round_.wait()
     assert len(mine.state.fresh) == 1 and not engine.running

@@ -1,9 +1,13 @@
-"""The experts of a mixture on views of the base weights, beside the same on copies: the same bits, and their times."""
+"""The experts of a mixture on views of the base weights, beside the same on copies: the same bits.
+
+Their times are those of ``bench/kernels.py``.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,16 +15,14 @@ from unittest import mock
 
 import torch
 
-from sglang_pat.acceptance import kernels
 from sglang_pat.acceptance.bench import Bench
-from sglang_pat.acceptance.linears import capture_graph
 from sglang_pat.acceptance.results import Result
 from sglang_pat.cpu import shim
 
 DEGREES, BATCHES = (2, 4, 8), (1, 8, 64, 512)
 """One rank's part is measured, so degrees need no more GPUs than one."""
 ROUTINGS = 4
-"""That are measured in turn, as the layers of a model would be: so their weights do not stay in a cache."""
+"""Of tokens to experts, in turn, as the layers of a model would have them: so their weights do not stay in a cache."""
 
 
 @dataclass(frozen=True)
@@ -36,49 +38,58 @@ class Layer:
 QWEN3_30B_A3B = Layer(experts=128, rows=768, hidden=2048, top_k=8)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Products:
+    """One layer with one batch, multiplied in several ways."""
+
+    equal: bool
+    """Gate and up, and the down projection, are those on copies, bit for bit."""
+    close: bool
+    """So is the layer, whose sum over a token's experts SGLang rounds in another way for few tokens."""
+    ways: dict[str, Callable[[], object]]
+    """``copies`` and ``views`` multiply all :data:`ROUTINGS`, the others gate and up of the first one."""
+
+
 def experts(bench: Bench) -> Result:
-    """Products with experts on views of the base weights are those with copies, bit for bit; and what they take."""
+    """Products with experts on views of the base weights are those with copies, bit for bit."""
     if bench.device == "cpu":
         return Result(verdict="left out", line="the kernels for experts need a GPU")
+    with mock.patch.dict(os.environ, bench.env), use_arguments(str(bench.large), bench.flags + bench.large_flags):
+        result = compare(QWEN3_30B_A3B, BATCHES, bench.device, torch.bfloat16)
+    torch.cuda.empty_cache()  # for the engines
+    return result
+
+
+@contextmanager
+def use_arguments(model: str, flags: tuple[str, ...] = ()) -> Iterator[None]:
+    """Have this process SGLang's arguments of an engine, which its choice of blocks reads."""
     shim.ensure()
     from sglang.srt import server_args
 
     from profiler.launch import make_server_args
 
-    with mock.patch.dict(os.environ, bench.env):
-        args = make_server_args(str(bench.large), [*bench.layout, *bench.flags, *bench.large_flags])
-    with mock.patch.object(server_args, "_global_server_args", args):  # which SGLang's choice of blocks reads
-        result = compare(QWEN3_30B_A3B, BATCHES, bench.device, torch.bfloat16, repeats=20)
-    torch.cuda.empty_cache()  # for the engines
-    return result
+    args = make_server_args(model, ["--tp", "1", "--dp", "2", *flags])
+    with mock.patch.object(server_args, "_global_server_args", args):
+        yield
 
 
-def compare(layer: Layer, batches: tuple[int, ...], device: str, dtype: torch.dtype, repeats: int) -> Result:
+def compare(layer: Layer, batches: tuple[int, ...], device: str, dtype: torch.dtype) -> Result:
     """Passed if all products are equal in every bit, and the layers to what rounding may do."""
-    found = [measure(layer, tp, batch, device, dtype, repeats) for tp in DEGREES for batch in batches]
-    ways = ("copies", "views", "gate and up: copy", "one launch", "two launches")
-    rows = [["tp", "requests", "equal", *(f"{way}, us" for way in ways)]]
-    for row in found:
-        times = (f"{row['seconds'][way] * 1e6:.1f}" for way in ways)
-        rows.append([str(row["tp"]), str(row["batch"]), "yes" if row["equal"] and row["close"] else "NO", *times])
-    ratios = [row["seconds"]["views"] / row["seconds"]["copies"] for row in found]
-    equal = sum(row["equal"] and row["close"] for row in found)
-    line = f"{equal} of {len(found)} equal; views take {min(ratios):.2f} to {max(ratios):.2f} of the time"
-    verdict = "passed" if equal == len(found) else "failed"
-    return Result(verdict=verdict, line=f"{line} of copies", rows=rows, figures={"rows": found})
+    rows = [["tp", "requests", "equal"]]
+    for tp in DEGREES:
+        for batch in batches:
+            products = multiply(layer, tp, batch, device, dtype)
+            rows.append([str(tp), str(batch), "yes" if products.equal and products.close else "NO"])
+    equal, total = sum(row[-1] == "yes" for row in rows[1:]), len(rows) - 1
+    return Result(verdict="passed" if equal == total else "failed", line=f"{equal} of {total} equal", rows=rows)
 
 
-def measure(layer: Layer, tp: int, batch: int, device: str, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
-    """One layer in degree ``tp``, of the last rank, from base weights of tp1; on a GPU as CUDA graphs.
-
-    Returns:
-        ``equal``: gate and up, and the down projection, are those on copies, bit for bit; ``close``: so is the layer,
-        whose sum over a token's experts SGLang rounds in another way for few tokens; ``seconds`` by way.
-    """
+def multiply(layer: Layer, tp: int, batch: int, device: str, dtype: torch.dtype) -> Products:
+    """One layer in degree ``tp``, of the last rank, from base weights of tp1."""
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
-    from sglang_pat.rank.experts import UNQUANTISED, PiecewiseExperts
-    from sglang_pat.rank.experts_triton import multiply_gate_up
+    from sglang_pat.host.experts import UNQUANTISED, PiecewiseExperts
+    from sglang_pat.host.experts_triton import multiply_gate_up
 
     def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return torch.randn(*shape, device=device, dtype=dtype) * scale
@@ -137,9 +148,4 @@ def measure(layer: Layer, tp: int, batch: int, device: str, dtype: torch.dtype, 
         "one launch": launch_once,
         "two launches": launch_twice,
     }
-    if device == "cuda":
-        ways = {name: capture_graph(way) for name, way in ways.items()}
-    seconds = dict(zip(ways, kernels.time_calls(device, *ways.values(), repeats=repeats), strict=True))
-    for name in ("copies", "views"):
-        seconds[name] /= ROUTINGS
-    return {"tp": tp, "batch": batch, "equal": equal, "close": close, "seconds": seconds}
+    return Products(equal=equal, close=close, ways=ways)

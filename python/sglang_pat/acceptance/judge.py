@@ -13,11 +13,10 @@ from torch.nn import functional as F
 
 from sglang_pat.acceptance import kernels
 from sglang_pat.acceptance.bench import Bench
-from sglang_pat.acceptance.linears import capture_graph
 from sglang_pat.acceptance.results import Result
 from sglang_pat.cpu import shim
-from sglang_pat.judge.plan import order_layers
 from sglang_pat.memory.shapes import ModelShape
+from stream_layers.plan import order_layers
 
 LAYERS = 8
 STREAMED = (3, 4, 8)
@@ -83,7 +82,7 @@ def measure(
         ``copy_seconds`` of a layer; ``steps``: by tokens, by the number of streamed layers (0: resident), ``seconds``
         and whether the result is that of resident layers (``equal``).
     """
-    from sglang_pat.judge.layers import HostLayer, StreamedLayers
+    from stream_layers.layers import HostLayer, StreamedLayers
 
     resident = [Block(shape, device, dtype) for _ in range(LAYERS)]
     given = {count: torch.randn(count, shape.hidden, device=device, dtype=dtype) for count in tokens}
@@ -98,7 +97,7 @@ def measure(
             out = torch.empty_like(x)
             step = partial(lambda layers, x, out: out.copy_(run_layers(layers, x)), layers, x, out)
             if device == "cuda":
-                step = capture_graph(step)
+                step = kernels.capture_graph(step)
             (seconds,) = kernels.time_calls(device, step, repeats=repeats)
             steps[count][streamed] = {"seconds": seconds, "equal": torch.equal(out, wanted[count])}
     layer = HostLayer(resident[0])

@@ -1,4 +1,4 @@
-"""KV pack and unpack beside a plain copy of as many bytes on the same device."""
+"""How long calls take on a device; KV pack and unpack beside a plain copy of as many bytes."""
 
 from __future__ import annotations
 
@@ -36,6 +36,19 @@ def time_calls(device: str, *calls: Callable[[], object], repeats: int) -> list[
             if turn >= 2:
                 times.append(took)
     return [statistics.median(times) for times in found]
+
+
+def capture_graph(call: Callable[[], object]) -> Callable[[], object]:
+    """As a CUDA graph: what is launched counts as in a decode step, not what Python takes."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()  # makes handles and workspaces, which a capture must not
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
 def measure(device: str, heads: int, dim: int, dtype: torch.dtype, parts: int, tokens: int, repeats: int) -> dict:

@@ -29,10 +29,8 @@ from sglang_pat.acceptance.answers import (
 from sglang_pat.acceptance.bench import Bench
 from sglang_pat.acceptance.experts import experts
 from sglang_pat.acceptance.judge import judge
-from sglang_pat.acceptance.linears import views
 from sglang_pat.acceptance.results import Result
-from sglang_pat.memory.machine import GIB
-from sglang_pat.memory.plan import MemoryPlan
+from sglang_pat.memory.plan import GIB, MemoryPlan
 from sglang_pat.testing.prefork import run
 
 COPY_SHARE = 0.8
@@ -66,9 +64,10 @@ def _plan(bench: Bench) -> MemoryPlan:
     flags = [*bench.layout, *bench.flags, *bench.large_flags]
     with mock.patch.dict(os.environ, bench.env):
         args = make_server_args(str(bench.large), flags)
-        from sglang_pat.launch.spec import resolve_spec  # once the shim is there
+        from sglang_pat.host.arguments import read_deployment  # once the shim is there
+        from sglang_pat.launch.spec import resolve_spec
 
-        plan = resolve_spec(args).memory
+        plan = resolve_spec(read_deployment(args)).memory
         assert plan is not None, "on a CPU or CUDA"
         return plan
 
@@ -228,7 +227,6 @@ def adaptive(bench: Bench) -> Result:
 STEPS: tuple[Callable[[Bench], Result], ...] = (
     check_machine,
     move_kv,
-    views,
     experts,
     judge,
     start,

@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from sglang_pat.checks import attributes
-from sglang_pat.checks.census import describe
-from sglang_pat.switch.install import find
+from sglang_pat.host import groups, loop
+from sglang_pat.host.census import read_paths
+from sglang_pat.host.requests import describe_account
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
-
     from sglang_pat.switch.scheduler import SwitchingScheduler
 
 CHECK_AGREEMENT_ENV = "SGLANG_PAT_CHECK_AGREEMENT"
@@ -23,11 +21,12 @@ CHECK_AGREEMENT_ENV = "SGLANG_PAT_CHECK_AGREEMENT"
 
 def check(scheduler: SwitchingScheduler) -> None:
     """Raise ``RuntimeError`` naming what differs within the group; called by all its ranks together."""
-    if os.environ.get(CHECK_AGREEMENT_ENV) != "1" or scheduler.tp_size == 1:
+    _, tp = groups.get_place(scheduler)
+    if os.environ.get(CHECK_AGREEMENT_ENV) != "1" or tp == 1:
         return
     mine = _read_agreed_values(scheduler)
-    held: list[dict[str, Any]] = [{} for _ in range(scheduler.tp_size)]
-    dist.all_gather_object(held, mine, group=scheduler.tp_cpu_group)
+    held: list[dict[str, Any]] = [{} for _ in range(tp)]
+    dist.all_gather_object(held, mine, group=groups.get_control_group(scheduler))
     for name, value in mine.items():
         if any(other.get(name) != value for other in held):
             given = ", ".join(str(other.get(name)) for other in held)
@@ -36,16 +35,8 @@ def check(scheduler: SwitchingScheduler) -> None:
 
 def _read_agreed_values(scheduler: SwitchingScheduler) -> dict[str, Any]:
     """Everything that the group's ranks must agree on, by name."""
-    running, waiting = scheduler.running_batch.reqs, scheduler.waiting_queue
-    roots = SimpleNamespace(Scheduler=scheduler, ModelRunner=scheduler.tp_worker.model_runner)
     return {
-        **{path: describe(find(roots, path)) for path in attributes.list_agreed_paths()},
-        "running_batch": [_account(req) for req in running],
-        "waiting_queue": [_account(req) for req in waiting],
+        **read_paths(scheduler, attributes.list_agreed_paths()),
+        "running_batch": [describe_account(req) for req in loop.list_running(scheduler)],
+        "waiting_queue": [describe_account(req) for req in loop.list_queued(scheduler)],
     }
-
-
-def _account(req: Req) -> tuple:
-    """What SGLang decides by about one request."""
-    entered = req.time_stats.wait_queue_entry_time
-    return req.rid, req.priority, entered, len(req.output_ids), req.kv_committed_len, req.cache_protected_len

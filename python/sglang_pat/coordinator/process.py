@@ -22,16 +22,8 @@ from sglang_pat.cpu import shim
 
 shim.ensure()
 
-from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, HEALTH_CHECK_RID_PREFIX  # noqa: E402
-from sglang.srt.managers import io_struct as io  # noqa: E402
-from sglang.srt.managers.scheduler import configure_logger  # noqa: E402
-from sglang.srt.server_args import PortArgs  # noqa: E402
-from sglang.srt.utils import kill_itself_when_parent_died  # noqa: E402
-from sglang.srt.utils.network import get_zmq_socket  # noqa: E402
-
 from sglang_pat import messages  # noqa: E402
 from sglang_pat.config import AdaptiveConfig  # noqa: E402
-from sglang_pat.coordinator.controls import CONTROLS, SINGLES, make_error_reply  # noqa: E402
 from sglang_pat.coordinator.decision_log import EventLog  # noqa: E402
 from sglang_pat.coordinator.decisions import CALIBRATION  # noqa: E402
 from sglang_pat.coordinator.replicas import Generation  # noqa: E402
@@ -39,8 +31,10 @@ from sglang_pat.coordinator.router import Control, Coordinator  # noqa: E402
 from sglang_pat.dropped import Dropped  # noqa: E402
 from sglang_pat.errors import format_one_line  # noqa: E402
 from sglang_pat.figures import Figures, enable_job_log, job_log  # noqa: E402
+from sglang_pat.host import controls  # noqa: E402
+from sglang_pat.host.arguments import AdaptiveServerArgs  # noqa: E402
+from sglang_pat.host.child import open_socket, set_up_child  # noqa: E402
 from sglang_pat.launch.processes import end_engine  # noqa: E402
-from sglang_pat.launch.spec import AdaptiveServerArgs  # noqa: E402
 from sglang_pat.messages import count_prefix_tokens, get_length_limit, take_round_name  # noqa: E402
 from sglang_pat.metrics import SwitchMetrics  # noqa: E402
 from sglang_pat.policies.lending import LendingPolicy, make_lending_policy  # noqa: E402
@@ -50,7 +44,6 @@ from sglang_pat.policies.snapshot import Decision, Policy, Snapshot  # noqa: E40
 from sglang_pat.predict.cost import SwitchCosts, build_predictors  # noqa: E402
 from sglang_pat.predict.predictor import Predictor  # noqa: E402
 from sglang_pat.predict.profile import Profile, describe_thinness  # noqa: E402
-from sglang_pat.rank.channels import SGLANG  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +55,14 @@ class Sockets:
     """The coordinator's sockets, and its outbox."""
 
     def __init__(
-        self, port_args: PortArgs, leader_addresses: list[str], channel_address: str, metrics, log: EventLog | None
+        self, port_args: Any, leader_addresses: list[str], channel_address: str, metrics, log: EventLog | None
     ) -> None:
         context = zmq.Context(2)
-        self.from_server = get_zmq_socket(context, zmq.PULL, port_args.scheduler_input_ipc_name, False)
-        self.from_ranks = get_zmq_socket(context, zmq.PULL, channel_address, True)
-        self.rpc = get_zmq_socket(context, zmq.DEALER, port_args.rpc_ipc_name, False)
-        self._server = get_zmq_socket(context, zmq.PUSH, port_args.tokenizer_ipc_name, False)
-        self._leaders = [get_zmq_socket(context, zmq.PUSH, address, True) for address in leader_addresses]
+        self.from_server = open_socket(context, zmq.PULL, port_args.scheduler_input_ipc_name, False)
+        self.from_ranks = open_socket(context, zmq.PULL, channel_address, True)
+        self.rpc = open_socket(context, zmq.DEALER, port_args.rpc_ipc_name, False)
+        self._server = open_socket(context, zmq.PUSH, port_args.tokenizer_ipc_name, False)
+        self._leaders = [open_socket(context, zmq.PUSH, address, True) for address in leader_addresses]
         self._metrics = metrics
         self._log = log
 
@@ -77,7 +70,7 @@ class Sockets:
         self._leaders[rank].send_pyobj(obj)
 
     def send_to_server(self, obj: Any) -> None:
-        (self.rpc if isinstance(obj, io.RpcReqOutput) else self._server).send_pyobj(obj)
+        (self.rpc if controls.is_rpc_reply(obj) else self._server).send_pyobj(obj)
 
     def start_counting_requests(self) -> None:
         if self._log:
@@ -150,8 +143,8 @@ def _decode_rank_message(frames: list[bytes], num_ranks: int) -> tuple[int, Any]
     """Who sent it, and what: one of our messages, or an object of SGLang's."""
     kind, sender, payload = frames
     rank = int(sender)
-    message = pickle.loads(payload) if kind == SGLANG else messages.decode_from_rank(payload)
-    if not 0 <= rank < num_ranks or (kind != SGLANG and message.rank != rank):
+    message = pickle.loads(payload) if kind == messages.SGLANG else messages.decode_from_rank(payload)
+    if not 0 <= rank < num_ranks or (kind != messages.SGLANG and message.rank != rank):
         raise ValueError(f"from rank {rank} of {num_ranks}, which is not its sender")
     return rank, message
 
@@ -186,32 +179,27 @@ def _drain_server(coordinator: Coordinator, socket: zmq.Socket, now: float, drop
             coordinator.receive(event, now)
 
 
-BATCHES = (io.BatchTokenizedGenerateReqInput, io.BatchTokenizedEmbeddingReqInput)
-
-
 def classify(obj: Any) -> list[Generation | Control]:
     """What the coordinator makes of an object from the TokenizerManager.
 
     Batches are taken apart, so that their requests spread over the replicas.  Anything not listed
     goes to all leaders and is not answered (aborts, pause, continue, ...).
     """
-    if isinstance(obj, BATCHES):
-        return [_parse_generation(single) for single in obj]
-    if isinstance(obj, SINGLES):
-        return [_parse_generation(obj)]
-    if isinstance(obj, io.WatchLoadUpdateReq):
+    if (generations := controls.list_generations(obj)) is not None:
+        return [_parse_generation(one) for one in generations]
+    if controls.is_for_controller(obj):
         return []
-    if isinstance(obj, io.BaseReq):
-        _clear_sender(obj)
-    reply, options = CONTROLS.get(type(obj), (None, {}))
+    controls.clear_sender(obj)
+    reply, options = controls.CONTROLS.get(type(obj), (None, {}))
     about = dict(
-        reply=reply.__name__ if reply else None, refusal=lambda reason: make_error_reply(obj, RuntimeError(reason))
+        reply=reply.__name__ if reply else None,
+        refusal=lambda reason: controls.make_error_reply(obj, RuntimeError(reason)),
     )
-    return [Control(obj=obj, **about, **options, **_find_effects(obj))]
+    return [Control(obj=obj, **about, **options, **controls.find_effects(obj))]
 
 
 def _parse_generation(obj: Any) -> Generation:
-    tokens, counts = len(obj.input_ids or ()), HEALTH_CHECK_RID_PREFIX not in (obj.rid or "")
+    tokens, counts = len(obj.input_ids or ()), not controls.is_probe(obj.rid)
     if not obj.sampling_params:
         return Generation(obj=obj, tokens=tokens, counts=counts)
     name = take_round_name(obj.sampling_params)
@@ -221,30 +209,6 @@ def _parse_generation(obj: Any) -> Generation:
     family = zlib.crc32(array("I", obj.input_ids[:prompt])) if prompt >= LONG_PROMPT else None
     known = {} if limit is None else {"limit": limit}
     return Generation(obj=obj, tokens=tokens, generated=generated, family=family, counts=counts, round=name, **known)
-
-
-def _clear_sender(obj: io.BaseReq) -> None:
-    """Take from a control request what a client may have put into it, and what nobody needs.
-
-    Ranks look for health checks by ``rid``, which an abort alone means, and die of one that is no text.
-    """
-    if not isinstance(obj, io.AbortReq):
-        obj.rid = None
-    elif not isinstance(obj.rid, str):
-        obj.rid = str(obj.rid)
-    obj.http_worker_ipc = None
-
-
-def _find_effects(obj: Any) -> dict[str, Any]:
-    """What a control request does to the engine, in fields of :class:`Control`."""
-    if isinstance(obj, io.PauseGenerationReqInput):
-        return {"pauses": True}
-    if isinstance(obj, io.ContinueGenerationReqInput):
-        return {"pauses": False}
-    if isinstance(obj, (io.ReleaseMemoryOccupationReqInput, io.ResumeMemoryOccupationReqInput)):
-        name = "releases" if isinstance(obj, io.ReleaseMemoryOccupationReqInput) else "resumes"
-        return {name: frozenset(obj.tags or GPU_MEMORY_ALL_TYPES)}
-    return {}
 
 
 def load_policies(
@@ -271,17 +235,16 @@ def load_policies(
 
 def run_coordinator(
     server_args: AdaptiveServerArgs,
-    port_args: PortArgs,
+    port_args: Any,
     leader_addresses: list[str],
     channel_address: str,
     parent_pid: int,
     pipe_writer,
 ) -> None:
     """The coordinator's process.  An exception ends the engine, as a rank's does."""
-    kill_itself_when_parent_died()
     setproctitle.setproctitle("sglang_pat::coordinator")
     faulthandler.enable()
-    configure_logger(server_args, prefix=" coordinator")
+    set_up_child(server_args, "coordinator")
     config, profile = server_args.spec.config, server_args.spec.profile
     if server_args.pat_in_a_job:
         enable_job_log()

@@ -1,18 +1,40 @@
-"""What GPUs of this machine have free.
+"""What this machine or its GPUs have free.
 
-Read by NVML: ``torch.cuda.mem_get_info`` would leave a context of this process on every one.
+GPUs are read by NVML: ``torch.cuda.mem_get_info`` would leave a context of this process on every one.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from sglang_pat.memory.machine import Supply
+from sglang_pat.memory.plan import Supply, measure_cpu_memory
 
 logger = logging.getLogger(__name__)
+
+
+def measure_memory(device: str, gpus: Sequence[int], shared: bool) -> Supply:
+    """What is free now: of the machine for ``cpu``, else of the GPU that has least.
+
+    Args:
+        gpus: number of each rank's GPU.
+        shared: whether all ranks run on one; each then has its part.
+
+    Raises:
+        ValueError: there are fewer GPUs.
+    """
+    if device == "cpu":
+        return measure_cpu_memory()
+    ranks, present = len(gpus), torch.cuda.device_count()
+    if max(gpus) >= present:
+        raise ValueError(
+            f"{ranks} ranks need GPUs {min(gpus)} to {max(gpus)}, {present} are visible: "
+            "choose --tp and --dp so that their product is the number of GPUs"
+        )
+    least = measure_gpus(gpus)
+    return Supply(kind="cuda", free=least.free // ranks, total=least.total // ranks) if shared else least
 
 
 def measure_gpus(gpus: Iterable[int]) -> Supply:
@@ -28,8 +50,3 @@ def _measure_gpu(gpu: int) -> Supply:
         logger.warning("cannot read how much memory GPU %d has free, taken as empty: %s", gpu, error)
         used = 0
     return Supply(kind="cuda", free=max(0, total - used), total=total)
-
-
-def measure_own_gpu() -> int:
-    """Bytes that a rank can take of its GPU, where it has a context: what is free, and what torch keeps for it."""
-    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

@@ -36,7 +36,7 @@ from sglang_pat.cpu import shim
 
 logger = logging.getLogger(__name__)
 
-PRELOAD = ["sglang_pat.launch.preload"]
+PRELOAD = ["sglang_pat.preload"]
 ENDING = (signal.SIGINT, signal.SIGTERM)
 """Signals that end the engine: the main process acts on them, its children ignore them."""
 END_SECONDS = 30

@@ -1,8 +1,8 @@
 """What is refused before anything starts: paths, ports, flags, models, functions; one line each.
 
-Nothing here imports SGLang, but to look at a model that it has read: a wrong path is refused in a moment.  Whether the
-shards of a model are what we take them for is asked of SGLang's own loaders when a rank builds its layouts
-(``rank/shard_check.py``).
+Nothing here imports SGLang: a wrong path is refused in a moment, and a framework may check its job without it.
+``host/arguments.py`` looks at a model that SGLang has read.  Whether the shards of a model are what we take them for is
+asked of SGLang's own loaders when a rank builds its layouts (``rank/shard_check.py``).
 """
 
 from __future__ import annotations
@@ -14,15 +14,11 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.memory.shapes import read_config
-from sglang_pat.predict.profile import load
-
-if TYPE_CHECKING:  # a framework checks its job where it does not import SGLang
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.server_args import ServerArgs
+from sglang_pat.predict.profile import Profile, load
 
 GRPC_OFFSET, MAX_PORT = 10_000, 65_535
 
@@ -40,7 +36,7 @@ CHANNEL_BYTES = 132 << 10
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_num_primary_experts")
 MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
-"""Mixtures whose experts are cut by their width (``rank/experts.py``)."""
+"""Mixtures whose experts are cut by their width (``host/experts.py``)."""
 NUMBERED = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 """Those of them whose layers tell SGLang their number, so that it can say which experts a token was routed to."""
 RECURRENT = ("mamba_d_state", "mamba_d_ssm", "ssm_state_size", "ssm_cfg", "state_size", "linear_num_key_heads")
@@ -69,6 +65,17 @@ def check_command_line(argv: Sequence[str]) -> None:
     if found.pat_profile is not None:
         load(found.pat_profile, complete=True)
     check_port(found.host, found.port)
+
+
+def read_files(config: AdaptiveConfig) -> Profile | None:
+    """The profile, if one is given; raises ValueError for one that is none, or a log that cannot be written."""
+    profile = None if config.profile is None else load(config.profile, complete=True)
+    if config.log is not None:
+        try:
+            open(config.log, "ab").close()
+        except OSError as error:
+            raise ValueError(f"--pat-log {config.log}: {error.strerror}; give a file that can be written") from None
+    return profile
 
 
 def check_model_path(model: str) -> None:
@@ -252,36 +259,28 @@ ENVIRONMENT = {
 """Variables of SGLang's that are refused: name -> reason."""
 
 
-def refuse_flags(args: ServerArgs) -> None:
+def refuse_flags(given: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` for what cannot cross a switch: one line with what was given and what to change.
 
-    To be called before SGLang's ``__post_init__``, which turns some of these into other errors, and after it, which
-    chooses values by itself.
+    Args:
+        given: SGLang's arguments, by name.
     """
-    if args.device == "cpu":
-        from sglang.srt.utils import cpu_has_amx_support
-
-        if cpu_has_amx_support():
-            # It packs the base layout's weights in place, and the other layouts would be sliced from packed bytes.
-            raise ValueError("--adaptive-tp does not support SGLang's AMX kernels: use an sgl-kernel without them")
     for name, reason in ENVIRONMENT.items():
         if os.environ.get(name, "").lower() not in ("", "0", "-1", "false"):
             raise ValueError(f"--adaptive-tp does not support {name}={os.environ[name]} ({reason}): unset it")
     for refusal in REFUSED:
-        value = getattr(args, refusal.field)
-        if value not in refusal.allowed:
-            raise ValueError(f"--adaptive-tp does not support {refusal.format_flag(value)}: {refusal.advice}")
+        if given[refusal.field] not in refusal.allowed:
+            flag = refusal.format_flag(given[refusal.field])
+            raise ValueError(f"--adaptive-tp does not support {flag}: {refusal.advice}")
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
 # Decoders whose KV is one pool of heads are let in: dense ones, and MIXTURES.
 
 
-def refuse_model(model: ModelConfig) -> None:
-    """Raise ``ValueError`` with one line for a model that cannot cross a switch."""
-    name = (model.hf_config.architectures or ["?"])[0]
-    if why := _find_unsupported_reason(model, model.hf_text_config):
-        raise ValueError(f"--adaptive-tp does not support {name}: {why}; {_ADVICE}")
+def refuse_kind(name: str, why: str) -> NoReturn:
+    """Raise ``ValueError`` with one line for a model that cannot cross a switch: its architecture, and why."""
+    raise ValueError(f"--adaptive-tp does not support {name}: {why}; {_ADVICE}")
 
 
 def refuse_routed_experts(architectures: Sequence[str] | None, asked: str) -> None:
@@ -300,12 +299,12 @@ def refuse_routed_experts(architectures: Sequence[str] | None, asked: str) -> No
 def refuse_config(config: Mapping[str, Any], where: str) -> None:
     """The same of a ``config.json`` alone, as far as it tells; ``where`` its model was given, for the message."""
     name = (config.get("architectures") or ["?"])[0]
-    if why := _find_reason_in_file(config) or _find_reason_in_fields(config.get):
+    if why := _find_reason_in_file(config) or find_reason_in_fields(config.get):
         raise ValueError(f"{where}: an adaptive engine does not support {name}: {why}; {_ADVICE}")
 
 
 _ADVICE = "choose a text model with MHA or GQA that is dense, or is a Qwen3-MoE, Qwen2-MoE or Mixtral"
-_MLA = "its attention is MLA, whose KV has no heads to divide"
+MLA = "its attention is MLA, whose KV has no heads to divide"
 
 
 def _find_reason_in_file(config: Mapping[str, Any]) -> str | None:
@@ -313,36 +312,16 @@ def _find_reason_in_file(config: Mapping[str, Any]) -> str | None:
     if any(config.get(part) for part in ("text_config", "vision_config", "audio_config")):
         return "it is multimodal"
     if config.get("kv_lora_rank"):
-        return _MLA
+        return MLA
     if quantization := config.get("quantization_config"):
         return f"its weights are quantised ({quantization.get('quant_method')})"
     return None
 
 
-def _find_unsupported_reason(model: ModelConfig, config: Any) -> str | None:
-    from sglang.srt.configs.model_config import AttentionArch
-
-    if not model.is_generation:
-        return "it does not generate text"
-    if model.is_multimodal or model.hf_config is not config:
-        return "it is multimodal"
-    if model.attention_arch == AttentionArch.MLA:
-        return _MLA
-    if why := _find_reason_in_fields(lambda name: getattr(config, name, None)):
-        return why
-    if model.is_hybrid_swa:
-        return _WINDOW
-    if model.has_attention_sinks:
-        return "its attention has sinks"
-    if model.quantization is not None:
-        return f"its weights are quantised ({model.quantization})"
-    return None
+WINDOW = "some of its layers have a sliding window"
 
 
-_WINDOW = "some of its layers have a sliding window"
-
-
-def _find_reason_in_fields(field: Callable[[str], Any]) -> str | None:
+def find_reason_in_fields(field: Callable[[str], Any]) -> str | None:
     """By fields of the text model's configuration, by name."""
     kinds = set(field("layer_types") or ())
     if field("is_encoder_decoder"):
@@ -357,7 +336,7 @@ def _find_reason_in_fields(field: Callable[[str], Any]) -> str | None:
         return "its layers differ in size from each other"
     if field("attn_logit_softcapping"):
         return "its attention logits are soft-capped"
-    return _WINDOW if "sliding_attention" in kinds else None
+    return WINDOW if "sliding_attention" in kinds else None
 
 
 def _has_several(experts: Any) -> bool:

@@ -1,59 +1,47 @@
-"""From the command line to what an engine is: resolved once, before anything starts, and the same in all processes.
+"""What an engine is: computed once, from values, before anything starts, and the same in all its processes.
 
-Built on SGLang's fork point ``Engine.server_args_class``.  What the user writes (``--tp 1 --dp 2``) is the base
-layout.  :func:`prepare_start` checks it, and makes the :class:`EngineSpec` of it.  From then on the
-TokenizerManager, HTTP clients and RL frameworks see one engine of ``tp * dp`` ranks (:func:`make_outer_view`), each
-rank's scheduler one replica of the base layout (:func:`make_rank_view`).  Every refusal is a ``ValueError`` of one
-line.
+:func:`resolve_spec` makes the :class:`EngineSpec` of a :class:`Deployment`, which is what SGLang's arguments and the
+model say (``host/arguments.py`` reads them).  Every refusal is a ``ValueError`` of one line.
 """
 
 from __future__ import annotations
 
-import copy
-import logging
 from dataclasses import dataclass, replace
-from importlib import metadata
-from typing import Any
-
-import torch
-from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils import cpu_has_amx_support, is_cuda
 
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.cpu import shm
-from sglang_pat.errors import format_one_line
-from sglang_pat.figures import job_log
-from sglang_pat.job_settings import read_files
-from sglang_pat.launch import sharing
-from sglang_pat.launch.contract import check_sglang
-from sglang_pat.launch.gpu_memory import measure_gpus
-from sglang_pat.launch.processes import get_private_folder
-from sglang_pat.launch.refusals import (
-    check_model_path,
-    check_second_port,
-    check_shared_memory,
-    refuse_flags,
-    refuse_model,
-    refuse_routed_experts,
-)
-from sglang_pat.layout import ParallelLayout, choose_default_degrees, list_candidate_layouts
-from sglang_pat.memory.advice import format_advice
-from sglang_pat.memory.machine import Supply, measure_cpu_memory
-from sglang_pat.memory.plan import Demand, MemoryPlan, make_plan
-from sglang_pat.memory.shapes import ModelShape
-from sglang_pat.policies import registry
-from sglang_pat.predict import profile as profiles
-from sglang_pat.predict.profile import Fingerprint, Profile
-from sglang_pat.settings import SETTINGS, add_flags, make_configuration
-from sglang_pat.version import __version__
+from sglang_pat.launch.gpu_memory import measure_memory
+from sglang_pat.launch.refusals import check_shared_memory, read_files
+from sglang_pat.memory.plan import Demand, MemoryPlan, format_advice, make_plan
+from sglang_pat.policies.registry import get_largest_batch, select_graph_sizes
+from sglang_pat.predict.profile import Fingerprint, Profile, check_fits
 
-logger = logging.getLogger(__name__)
 
-PLANNED_FRACTION = 0.98
-"""SGLang's own limit where ranks share memory, and the plan decides: out of the way."""
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """What an engine is computed from.
 
-_DEFAULT: dict[str, Any] = {setting.field: setting.default for setting in SETTINGS}
+    Attributes:
+        config: what the settings say: layouts, policy, ways to move weights and KV.
+        fingerprint: of the model, the machine and the layouts; None where no profile is given.
+        demand: what needs memory, but for the graphs of the layouts above the base.
+        device: ``cpu``, ``cuda``, or another one of torch's.
+        graph_sizes: batch sizes for which SGLang would capture a decode graph.
+        graphs_given: whether the user gave them.
+        graphs: whether there are any.
+        first_gpu, gpu_step: numbers of this machine's GPUs.
+        shared: whether all ranks run on the first one.
+    """
+
+    config: AdaptiveConfig
+    fingerprint: Fingerprint | None
+    demand: Demand
+    device: str
+    graph_sizes: tuple[int, ...] = ()
+    graphs_given: bool = False
+    graphs: bool = False
+    first_gpu: int = 0
+    gpu_step: int = 1
+    shared: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +54,7 @@ class EngineSpec:
         graph_sizes: batch sizes that have a decode graph, by degree.
         memory: the memory plan; None on a device that is neither a CPU nor CUDA.
         gpus: number of the GPU on this machine that each rank runs on.
+        advice: a line about a better base layout, or empty.
     """
 
     config: AdaptiveConfig
@@ -73,337 +62,40 @@ class EngineSpec:
     graph_sizes: dict[int, list[int]]
     memory: MemoryPlan | None
     gpus: tuple[int, ...]
+    advice: str
 
 
-@dataclass
-class AdaptiveServerArgs(ServerArgs):
-    """SGLang's ``ServerArgs`` with the adaptive engine's fields (all plain values)."""
-
-    adaptive_tp: bool = False
-    pat_candidates: str | None = _DEFAULT["pat_candidates"]
-    pat_policy: str | None = _DEFAULT["pat_policy"]
-    pat_switch_at: int = _DEFAULT["pat_switch_at"]
-    pat_weights: str = _DEFAULT["pat_weights"]
-    pat_kv: str = _DEFAULT["pat_kv"]
-    pat_kv_exchange: str = _DEFAULT["pat_kv_exchange"]
-    pat_profile: str | None = _DEFAULT["pat_profile"]
-    pat_profile_as_is: bool = _DEFAULT["pat_profile_as_is"]
-    pat_calibrate: int = _DEFAULT["pat_calibrate"]
-    pat_log: str | None = _DEFAULT["pat_log"]
-    pat_cpu_overlap: bool = _DEFAULT["pat_cpu_overlap"]
-    pat_gpu_order: str = _DEFAULT["pat_gpu_order"]
-    pat_fraction_given: bool = False
-    """Set here: ``mem_fraction_static`` is the user's, not SGLang's default."""
-    pat_in_a_job: bool = False
-    """Set by ``attach``: a framework has launched it, whose log shows nothing below an error but our lines for it."""
-    pat_graphs_given: bool = False
-    """Set here: so is ``cuda_graph_bs``."""
-
-    _spec = None  # no field: SGLang shows these to clients
-
-    def __post_init__(self) -> None:
-        if self.adaptive_tp:
-            self.pat_fraction_given = self.mem_fraction_static is not None
-            self.pat_graphs_given = self.cuda_graph_bs is not None
-            # Before SGLang's own handling, which turns some of these into other errors.
-            refuse_flags(self)
-            self.read_config()
-            _set_cpu_defaults(self)
-            _set_mixture_defaults(self)
-            self.disable_piecewise_cuda_graph = True
-            check_model_path(self.model_path)
-            check_second_port(self.port)
-        try:
-            super().__post_init__()
-        except OSError as error:  # as transformers says that there is no such model, in several lines
-            raise ValueError(f"--model-path {self.model_path}: {format_one_line(error)}") from None
-        if self.adaptive_tp:
-            model = ModelConfig.from_server_args(self)
-            refuse_model(model)
-            if self.enable_return_routed_experts:
-                refuse_routed_experts(model.hf_config.architectures, "--enable-return-routed-experts")
-            # Again: SGLang has chosen what was left open.
-            refuse_flags(self)
-            refuse_graphs(self)
-            drop_impossible_candidates(self)
-
-    @staticmethod
-    def add_cli_args(parser) -> None:
-        ServerArgs.add_cli_args(parser)
-        parser.set_defaults(
-            pat_fraction_given=False,
-            pat_in_a_job=False,
-            pat_graphs_given=False,
-        )
-        add_flags(parser)
-
-    @property
-    def resolved(self) -> bool:
-        return self._spec is not None
-
-    @property
-    def spec(self) -> EngineSpec:
-        """What the engine is; there from :func:`prepare_start` on, in all its processes."""
-        assert self._spec is not None, "not resolved"
-        return self._spec
-
-    def read_config(self) -> AdaptiveConfig:
-        """What the settings say, for what comes before :attr:`spec`.
-
-        Raises:
-            ValueError: an impossible layout, candidate or mode.
-        """
-        base = ParallelLayout(self.tp_size, self.dp_size)
-        return make_configuration(vars(self), base, self.max_running_requests)
-
-
-def refuse_graphs(args: AdaptiveServerArgs) -> None:
-    """Raise ``ValueError`` where decode graphs cannot be; to be called once SGLang has decided on them."""
-    if args.pat_weights == "reshard" and args.device != "cpu" and not args.disable_cuda_graph:
-        raise ValueError(
-            "--pat-weights reshard moves weights away from where CUDA graphs read them: "
-            "add --disable-cuda-graph, or leave --pat-weights out"
-        )
-
-
-def _set_cpu_defaults(args: AdaptiveServerArgs) -> None:
-    """Choices without which SGLang does not run on a CPU without AMX."""
-    if is_cuda():
-        return
-    args.device = args.device or "cpu"
-    if args.device != "cpu":
-        return
-    if not cpu_has_amx_support() and args.attention_backend in (None, "intel_amx"):
-        args.attention_backend = "torch_native"
-    if args.grammar_backend in (None, "xgrammar"):
-        # SGLang's default has no kernels for a CPU.
-        args.grammar_backend = "llguidance"
-    # It gains nothing where the "device" is the core that schedules, and a response's last step is made twice.
-    args.disable_overlap_schedule = not args.pat_cpu_overlap
-    args.disable_cuda_graph = True
-    # SGLang's schedulers poll; ranks may outnumber cores here.
-    args.sleep_on_idle = True
-
-
-def _set_mixture_defaults(args: AdaptiveServerArgs) -> None:
-    """What SGLang else chooses by itself for some mixtures of experts, and is refused: on Hopper and Blackwell a fused
-    all-reduce, on Blackwell a kernel that wants experts in an order of its own."""
-    args.enforce_disable_flashinfer_allreduce_fusion = True
-    if args.moe_runner_backend == "auto":
-        args.moe_runner_backend = "triton"
-
-
-def read_model_shape(model: ModelConfig) -> ModelShape:
-    """SGLang's view of a model as sizes."""
-    shape = ModelShape.from_config(model.hf_text_config.to_dict(), str(model.dtype).removeprefix("torch."))
-    return replace(shape, context=model.context_len)
-
-
-def drop_impossible_candidates(args: AdaptiveServerArgs) -> None:
-    """Leave out of the default candidates what the model's sizes do not allow, and say so.
+def resolve_spec(deployment: Deployment) -> EngineSpec:
+    """Everything that is decided before the first process is started.
 
     Raises:
-        ValueError: such a degree was asked for, or is the base layout's.
+        ValueError: a profile that is not of this deployment, files that cannot be used, memory that does not suffice.
     """
-    shape, config = read_model_shape(ModelConfig.from_server_args(args)), args.read_config()
-    layouts = config.layouts if args.pat_candidates is not None else list_candidate_layouts(config.base)
-    allowed = shape.list_allowed_degrees(layouts)
-    if len(allowed) < len(layouts):
-        first = layouts[len(allowed)].tp
-        reason = f"tp={first} {shape.find_reason_against_degree(first)}"
-        if args.pat_candidates is not None or not allowed:
-            raise ValueError(f"{reason}; leave it out of --pat-candidates or choose other --tp/--dp")
-        left = ", ".join(f"tp={layout.tp}" for layout in layouts[len(allowed) :])
-        job_log.warning("not a candidate: %s (%s)", left, reason)
-        args.pat_candidates = ",".join(map(str, choose_default_degrees(allowed, config.only_ends)))
-    if len(allowed) == 1:
-        job_log.warning(
-            "there is only one layout, %s, so nothing will switch: %d ranks allow no other candidate",
-            layouts[0], layouts[0].num_ranks,
-        )  # fmt: skip
-
-
-def make_outer_view(args: AdaptiveServerArgs, spec: EngineSpec) -> AdaptiveServerArgs:
-    """``args`` as one engine of N ranks: what the TokenizerManager and ``/server_info`` show.
-
-    With ``dp_size == 1`` SGLang's control calls expect one reply, whatever the layout.
-    """
-    view = copy.copy(args)
-    view._spec = spec
-    view.tp_size, view.dp_size = spec.config.num_ranks, 1
-    return view
-
-
-def make_rank_view(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
-    """``args`` as one replica of the base layout: what each rank's scheduler is built with."""
-    view = copy.copy(args)
-    view.tp_size, view.dp_size = args.spec.config.base.tp, 1
-    return view
-
-
-# -- what is decided before a rank starts ------------------------------------------------------------------------------
-
-
-def prepare_start(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
-    """The outer view of ``args``, checked, with its :class:`EngineSpec`; what is ready already comes back as it is.
-
-    Raises:
-        SGLangMismatch: another SGLang.
-        ValueError: files that cannot be used, memory that does not suffice.
-    """
-    if args.resolved:
-        return args
-    check_sglang()
-    get_private_folder()
-    spec = resolve_spec(args)
-    check_shared_memory(spec.config)
-    if args.device == "cuda":
-        for line in format_gpu_lines(args, spec):
-            logger.warning(line)
-    if spec.memory is not None:
-        for line in spec.memory.format_table().splitlines():
-            logger.info(line)
-        if line := format_advice(spec.memory, spec.profile):
-            logger.warning(line)
-        args = set_pool_size(args, spec.memory)
-    return make_outer_view(args, spec)
-
-
-def resolve_spec(args: AdaptiveServerArgs) -> EngineSpec:
-    """Everything that is decided before the first process is started.  Raises ValueError, as :func:`prepare_start`."""
-    config = args.read_config()
-    profile = read_profile(args, config)
-    sizes = choose_graph_sizes(args, config, profile)
-    places = [0 if sharing.is_gpu_shared() else config.get_gpu_index(rank) for rank in range(config.num_ranks)]
-    gpus = tuple(args.base_gpu_id + place * args.gpu_id_step for place in places)
-    plan = None
-    if args.device in ("cpu", "cuda"):
-        plan = make_plan(make_demand(args, config, sizes), measure_memory(args.device, gpus))
-    return EngineSpec(config=config, profile=profile, graph_sizes=sizes, memory=plan, gpus=gpus)
-
-
-def read_profile(args: AdaptiveServerArgs, config: AdaptiveConfig) -> Profile | None:
-    """The profile of ``--pat-profile``; raises ValueError: it is not of this deployment, or as :func:`read_files`."""
+    config, captured = deployment.config, list(deployment.graph_sizes)
     profile = read_files(config)
     if profile is not None:
-        profiles.check_fits(profile, make_fingerprint(args, config), args.pat_profile)
-    return profile
-
-
-def choose_graph_sizes(
-    args: AdaptiveServerArgs, config: AdaptiveConfig, profile: Profile | None
-) -> dict[int, list[int]]:
-    """Batch sizes with a decode graph, by degree; the base layout's are SGLang's own, and those of the user are all
-    layouts'."""
-    captured = list(args.cuda_graph_bs or ())
-
-    def largest(tp: int) -> int | None:
-        return None if args.pat_graphs_given else registry.get_largest_batch(config, tp, profile)
-
-    tails = {layout.tp: registry.select_graph_sizes(captured, largest(layout.tp)) for layout in config.layouts[1:]}
-    return {config.base.tp: captured} | tails
-
-
-def format_gpu_lines(args: AdaptiveServerArgs, spec: EngineSpec) -> list[str]:
-    """What a user should know of an engine on GPUs."""
-    if args.disable_cuda_graph:
-        graphs = "decode runs without CUDA graphs"
-    else:
-        upto = ", ".join(f"tp{tp} up to batch {max(sizes)}" for tp, sizes in spec.graph_sizes.items() if sizes)
-        graphs = f"decode graphs: {upto}"
-    gpus, config = " ".join(map(str, spec.gpus)), spec.config
-    return [
-        "sglang_pat has run on one H100 that ranks shared, and on no node of several GPUs: please report what you see",
-        f"{graphs}; prefill runs without CUDA graphs in every layout",
-        f"ranks 0 to {config.num_ranks - 1} run on GPUs {gpus} (--pat-gpu-order {config.gpu_order})",
-    ]
-
-
-def make_fingerprint(
-    args: AdaptiveServerArgs, config: AdaptiveConfig, kv_tokens: int = 0, max_running: int = 0
-) -> Fingerprint:
-    """The fingerprint of an engine with these arguments.
-
-    Args:
-        kv_tokens, max_running: of one replica of the base layout; known once a rank is up.
-    """
-    model = ModelConfig.from_server_args(args)
-    shape, hf = read_model_shape(model), model.hf_text_config
-    sizes = (
-        f"L{model.num_hidden_layers} H{model.hidden_size} heads{model.num_attention_heads}/"
-        f"{model.get_total_num_kv_heads()}x{model.head_dim} I{hf.intermediate_size} V{model.vocab_size}"
-    )
-    if (mixture := shape.mixture) is not None:
-        sizes += f" E{mixture.per_token}/{mixture.experts}x{mixture.width}+{mixture.shared_width}"
-    return Fingerprint(
-        model=f"{(model.hf_config.architectures or ['?'])[0]} {sizes}",
-        dtype=str(model.dtype).removeprefix("torch."),
-        device=torch.cuda.get_device_name() if args.device == "cuda" else profiles.read_cpu_model(),
-        attention=args.attention_backend or "default",
-        num_ranks=config.num_ranks,
-        base_tp=config.base.tp,
-        degrees=tuple(layout.tp for layout in config.layouts),
-        link=str(shm.get_current_link() or "none"),
-        weights=config.weights,
-        kv_exchange=config.kv_exchange,
-        kv_tokens=kv_tokens,
-        max_running=max_running,
-        sglang=metadata.version("sglang"),
-        torch=str(torch.__version__),
-        package=__version__,
-    )
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
-# SGLang sizes its pool in each rank, after loading, from what the whole machine has free (84% of it on a CPU, for every
-# rank) and knows nothing of other layouts; the plan sizes it once, for all ranks, before they start.
-
-
-def make_demand(args: AdaptiveServerArgs, config: AdaptiveConfig, graph_sizes: dict[int, list[int]]) -> Demand:
-    shape = read_model_shape(ModelConfig.from_server_args(args))
-    graphs = args.device == "cuda" and not args.disable_cuda_graph
-    tails = [graph_sizes.get(layout.tp) or [0] for layout in config.layouts[1:]]
-    chunk = args.chunked_prefill_size
-    return Demand(
-        shape=shape,
-        base=config.base,
-        degrees=tuple(layout.tp for layout in config.layouts),
-        prefill_tokens=chunk if chunk and chunk > 0 else args.max_prefill_tokens,
-        graph_batch=args.cuda_graph_max_bs if graphs else 0,
-        tail_graph_batch=max(map(max, tails), default=0) if graphs else 0,
-        max_running=args.max_running_requests,
-        tokens=args.max_total_tokens,
-        fraction=args.mem_fraction_static if args.pat_fraction_given else None,
-        # ``reshard`` moves one parameter at a time, the largest of which is then there twice; else all are views.
-        tail_weights=2 * shape.largest_parameter * shape.item if config.weights == "reshard" else 0,
-        gathers=config.kv_exchange == "allgather",
-    )
-
-
-def measure_memory(device: str, gpus: tuple[int, ...]) -> Supply:
-    """What is free now: of the machine, or of the GPU that has least; ``gpus``: of each rank."""
-    if device == "cpu":
-        return measure_cpu_memory()
-    ranks = len(gpus)
-    present = torch.cuda.device_count()
-    if max(gpus) >= present:
-        raise ValueError(
-            f"{ranks} ranks need GPUs {min(gpus)} to {max(gpus)}, {present} are visible: "
-            "choose --tp and --dp so that their product is the number of GPUs"
+        assert deployment.fingerprint is not None, "there is a profile"
+        check_fits(profile, deployment.fingerprint, config.profile)
+    # The base layout's sizes are SGLang's own, and those of the user are all layouts'.
+    tails = {
+        layout.tp: select_graph_sizes(
+            captured, None if deployment.graphs_given else get_largest_batch(config, layout.tp, profile)
         )
-    least = measure_gpus(gpus)
-    if sharing.is_gpu_shared():
-        return Supply(kind="cuda", free=least.free // ranks, total=least.total // ranks)
-    return least
-
-
-def set_pool_size(args: AdaptiveServerArgs, plan: MemoryPlan) -> AdaptiveServerArgs:
-    """``args`` with the pool size of the plan; what the user gave stays."""
-    view = copy.copy(args)
-    if not args.pat_fraction_given:
-        ours = args.device == "cpu" or sharing.is_gpu_shared()
-        view.mem_fraction_static = PLANNED_FRACTION if ours else round(plan.static_fraction, 4)
-    # On a GPU a fraction is SGLang's to apply: it has measured what is free by then.
-    if args.device == "cpu" or not args.pat_fraction_given:
-        view.max_total_tokens = plan.tokens
-    return view
+        for layout in config.layouts[1:]
+    }
+    places = [0 if deployment.shared else config.get_gpu_index(rank) for rank in range(config.num_ranks)]
+    gpus = tuple(deployment.first_gpu + place * deployment.gpu_step for place in places)
+    plan = None
+    if deployment.device in ("cpu", "cuda"):
+        largest = max((size for sizes in tails.values() for size in sizes), default=0) if deployment.graphs else 0
+        demand = replace(deployment.demand, tail_graph_batch=largest)
+        plan = make_plan(demand, measure_memory(deployment.device, gpus, deployment.shared))
+    check_shared_memory(config)
+    return EngineSpec(
+        config=config,
+        profile=profile,
+        graph_sizes={config.base.tp: captured} | tails,
+        memory=plan,
+        gpus=gpus,
+        advice=format_advice(plan, profile) or "" if plan is not None else "",
+    )

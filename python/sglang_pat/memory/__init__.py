@@ -1,5 +1,1 @@
-"""The memory plan: what each rank will hold, computed from shapes before anything is allocated.
-
-``shapes``: what a model weighs; ``machine``: what is free; ``plan``: who gets what, and what would fit instead.
-Neither SGLang nor torch is imported here; ``sglang_pat.launch.spec`` asks for the plan, and hands it to SGLang.
-"""
+"""The memory plan: what a model weighs (``shapes``), and what each rank will hold (``plan``).  Without SGLang."""

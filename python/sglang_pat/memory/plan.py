@@ -1,17 +1,30 @@
-"""Who gets how much memory, decided before anything is allocated; what does not fit is refused with what would.
+"""The memory plan: who gets how much, decided before anything is allocated; what does not fit is refused.
 
-A GPU belongs to one rank; on a CPU all ranks, and whoever else is on the machine, share its memory.
+A GPU belongs to one rank; on a CPU all ranks, and whoever else is on the machine, share its memory.  In the order of
+this file: what is free (:class:`Supply`), what an engine needs (:class:`Demand`), who gets what (:class:`MemoryPlan`),
+how many KV tokens that leaves, what would fit instead, and whether another base degree would serve better.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
 
 from sglang_pat.layout import ParallelLayout, choose_default_degrees, list_candidate_layouts
-from sglang_pat.memory.machine import GIB, MIB, Supply
 from sglang_pat.memory.shapes import ModelShape
 
+if TYPE_CHECKING:
+    from sglang_pat.predict.predictor import Predictor
+    from sglang_pat.predict.profile import Profile
+
+MIB, GIB = 1 << 20, 1 << 30
+ROOT = Path("/")
 MIN_TOKENS = 1024
 """A replica with room for less is of no use."""
 TOKEN_STEP = 256
@@ -40,10 +53,110 @@ TAIL_BATCH = 16
 """Largest batch with a graph above the base layout, with the default policy."""
 SGLANG_DEFAULTS = ((20, 2048, 8, 8), (35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192, 256, 512))
 """SGLang's choices by memory below so many GiB: prefill chunk, largest graph batch below tp4 and from tp4 on."""
+REQUESTS, CONTEXT = 512, 4096
+"""Room for so many requests of so many tokens each is enough."""
+MORE_ROOM = 1.5
+"""A higher base is named if it has room for so many times the KV tokens."""
+ENOUGH_ROOM = 0.8
+"""Then it is the lowest one with so much of the most room that any has."""
+MORE_SPEED = 1.1
+"""With a profile also: if its full replicas, of requests of ``CONTEXT`` tokens, make so many times the tokens a
+second."""
+ENOUGH_SPEED = 0.95
+"""Then it is the lowest one with so much of the highest speed."""
 
 
 class DoesNotFit(ValueError):
     """One line: what was asked for, what is free, what would fit."""
+
+
+# -- what is free -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supply:
+    """Memory to plan with."""
+
+    kind: str
+    """``cpu`` or ``cuda``."""
+    free: int
+    """Bytes that can be taken: on the GPU that has least, or on the whole machine."""
+    total: int
+    """Bytes of that GPU or of the machine."""
+
+    @property
+    def owner(self) -> str:
+        """The beginning of a sentence on what is free."""
+        return "each GPU has" if self.kind == "cuda" else "the machine has"
+
+
+def measure_cpu_memory() -> Supply:
+    """This machine's memory, for ranks on its CPU."""
+    return Supply(kind="cpu", free=read_available_memory(), total=psutil.virtual_memory().total)
+
+
+def measure_gpu_memory(text: str, ranks: int) -> Supply:
+    """Empty GPUs as described: ``"8x80GB"``, GB as vendors say it, taken as GiB.
+
+    Raises:
+        ValueError: not of that form, or fewer GPUs than ranks.
+    """
+    match = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)G(?:i?B)?", text, re.IGNORECASE)
+    if match is None or int(match[1]) < 1 or float(match[2]) <= 0:
+        raise ValueError(f"--gpus {text!r}: give a number and a size, e.g. 8x80GB")
+    count, size = int(match[1]), int(float(match[2]) * GIB)
+    if count < ranks:
+        raise ValueError(f"{ranks} ranks need {ranks} GPUs, --gpus {text} has {count}: choose other --tp/--dp")
+    return Supply(kind="cuda", free=size, total=size)
+
+
+def read_available_memory(root: Path = ROOT) -> int:
+    """Bytes that can be taken without swapping or hitting a cgroup limit (v1 and v2).
+
+    Args:
+        root: where ``proc`` and ``sys`` lie.
+    """
+    return max(0, min([psutil.virtual_memory().available, *_read_cgroup_headrooms(root)]))
+
+
+def _read_cgroup_headrooms(root: Path) -> list[int]:
+    """What is left under the limit of each control group that this process is in, innermost first."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    rooms, mount = list[int](), root / "sys/fs/cgroup"
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, names = mount, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top, names = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # In a container the path may be that outside it: then only the mount's own group can be seen.
+        folder = top / path.lstrip("/")
+        for group in dict.fromkeys([folder, *folder.parents, top]):
+            if group.is_relative_to(top):
+                rooms += _read_room(group, *names)
+    return rooms
+
+
+def _read_room(group: Path, limit_name: str, usage_name: str, cache_name: str) -> list[int]:
+    """Limit minus usage of one group, if it has a limit; file cache that the kernel drops first is not usage."""
+    try:
+        limit, usage = int((group / limit_name).read_text()), int((group / usage_name).read_text())
+    except (OSError, ValueError):  # no such group here, or "max"
+        return []
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+        cache = next(int(line.split()[1]) for line in lines if line.startswith(cache_name + " "))
+    except (OSError, ValueError, StopIteration):
+        cache = 0
+    return [limit - usage + cache]
+
+
+# -- what an engine needs, and what it gets ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +402,97 @@ def _refusal(demand: Demand, supply: Supply) -> str:
 def format_flags(layout: ParallelLayout) -> str:
     """As a user gives it."""
     return f"--tp {layout.tp} --dp {layout.dp}"
+
+
+# -- what would serve better ------------------------------------------------------------------------------------------
+
+#
+# Said once at start, and never a reason to refuse.  The weights of the base layout stay where they are, so they bound
+# the room for KV in *every* layout.  Where they leave little, requests wait or are put back, and no switch makes up for
+# it.
+
+
+@dataclass(frozen=True, kw_only=True)
+class BetterBase:
+    """A base layout that leaves more room for KV.
+
+    Attributes:
+        room: KV tokens in all its replicas together, as a multiple of the planned base's.
+        speed: tokens a second of full replicas in the best layout that can be switched to, as such a multiple; None
+            without a profile.
+    """
+
+    layout: ParallelLayout
+    room: float
+    speed: float | None = None
+
+
+def find_better_base(plan: MemoryPlan, profile: Profile | None = None) -> BetterBase | None:
+    """The base layout to take instead of the planned one, with another to switch to; None if that has room enough.
+
+    On a GPU only: on a CPU the plan takes less than it could.  None also if the user has set the room.
+
+    Args:
+        profile: of the planned engine, if there is one.
+    """
+    demand, supply = plan.demand, plan.supply
+    enough = plan.tokens * demand.base.dp >= REQUESTS * CONTEXT
+    if enough or supply.kind == "cpu" or demand.tokens is not None:
+        return None
+    pools = {demand.base: plan.tokens}
+    for layout in list_candidate_layouts(demand.base)[1:]:
+        if layout.dp > 1 and demand.shape.find_reason_against_degree(layout.tp) is None:
+            above = (layout.tp, *(tp for tp in demand.degrees if tp > layout.tp))
+            pools[layout] = choose_tokens(replace(demand, base=layout, degrees=above), supply) or 0
+    room = {layout: tokens * layout.dp / (plan.tokens * demand.base.dp) for layout, tokens in pools.items()}
+    roomy = _find_lowest(room, MORE_ROOM, ENOUGH_ROOM)
+    if roomy is None or profile is None:
+        return BetterBase(layout=roomy, room=room[roomy]) if roomy else None
+    from sglang_pat.predict.predictor import Predictor  # takes a second
+
+    predictor = Predictor(profile)
+    speed = {layout: _compute_full_speed(plan, layout, tokens, predictor) for layout, tokens in pools.items()}
+    speed = {layout: value / speed[demand.base] for layout, value in speed.items()}
+    fast = _find_lowest(speed, MORE_SPEED, ENOUGH_SPEED)
+    return BetterBase(layout=fast, room=room[fast], speed=speed[fast]) if fast else None
+
+
+def _find_lowest(values: Mapping[ParallelLayout, float], more: float, enough: float) -> ParallelLayout | None:
+    """The lowest degree with ``enough`` of the largest value, if that is ``more`` times the first one's, which is 1."""
+    most = max(values.values())
+    found = min((layout for layout, value in values.items() if value >= enough * most), key=lambda layout: layout.tp)
+    return found if values[found] >= more else None
+
+
+def _compute_full_speed(plan: MemoryPlan, base: ParallelLayout, tokens: int, predictor: Predictor) -> float:
+    """Tokens a second of full replicas, in the best layout above a base whose replicas have room for ``tokens``."""
+    shape, best = plan.demand.shape, 0.0
+    for tp in predictor.degrees:
+        if tp >= base.tp:
+            room = tokens * shape.kv_bytes(base.tp) / shape.kv_bytes(tp)
+            replicas, batch = base.num_ranks // tp, max(room / CONTEXT, 1.0)
+            best = max(best, replicas * batch / predictor.step_seconds(tp, batch, batch * CONTEXT))
+    return best
+
+
+def format_advice(plan: MemoryPlan, profile: Profile | None = None) -> str | None:
+    """One line if KV is short in the planned engine and a higher base has more; arguments as of
+    :func:`find_better_base`."""
+    base, longest = plan.demand.base, plan.demand.shape.context
+    better = find_better_base(plan, profile)
+    if better is not None:
+        faster = f", and is {better.speed:.1f} times as fast when full (by the profile)" if better.speed else ""
+        return (
+            f"--tp {base.tp} leaves room for {plan.tokens * base.dp:,} KV tokens in all replicas together, whatever "
+            f"the engine switches to; {format_flags(better.layout)} has room for {better.room:.1f} times as many"
+            f"{faster}: take it if a round needs more"
+        )
+    if plan.supply.kind == "cpu" or base.dp == 1 or plan.tokens >= longest:
+        return None
+    return (
+        f"a replica has room for {plan.tokens:,} KV tokens, the longest request of this model has {longest:,}: "
+        f"a degree above --tp {base.tp} has more room"
+    )
 
 
 # -- an engine that is not started here -------------------------------------------------------------------------------

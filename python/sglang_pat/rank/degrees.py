@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from sglang.srt.managers.io_struct import BatchTokenIDOutput
-from sglang.srt.managers.schedule_batch import Req
+from sglang_pat.host import outputs
+from sglang_pat.host.requests import Req, count_output, get_name
 
 KEY = "tp_from_token"
 """In ``meta_info``."""
@@ -26,20 +26,22 @@ def begin(req: Req, tp: int) -> None:
 
 def record_degree(req: Req, tp: int) -> None:
     """``req`` goes on with its next token on a replica of degree ``tp``."""
-    kept = tuple(pair for pair in req.pat_degrees if pair[0] < len(req.output_ids))
+    length = count_output(req)
+    kept = tuple(pair for pair in req.pat_degrees if pair[0] < length)
     if not kept or kept[-1][1] != tp:
-        kept += ((len(req.output_ids), tp),)
+        kept += ((length, tp),)
     req.pat_degrees = kept
 
 
 def end(req: Req) -> None:
     """``req`` makes no more tokens, maybe none since it was adopted."""
-    req.pat_degrees = tuple(pair for pair in req.pat_degrees if pair[0] < len(req.output_ids))
+    length = count_output(req)
+    req.pat_degrees = tuple(pair for pair in req.pat_degrees if pair[0] < length)
 
 
 def add_degrees_to_output(output: Any, reqs: Iterable[Req]) -> None:
     """Add them to an output about some of ``reqs``, in their order."""
-    if isinstance(output, BatchTokenIDOutput) and output.rids:
+    if rids := outputs.list_names(output):
         remaining = iter(reqs)
-        told = [next(req for req in remaining if req.rid == rid).pat_degrees for rid in output.rids]
-        output.customized_info = (output.customized_info or {}) | {KEY: told}
+        told = [next(req for req in remaining if get_name(req) == rid).pat_degrees for rid in rids]
+        outputs.add_info(output, KEY, told)

@@ -10,8 +10,8 @@ import itertools
 from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
 
+from sglang_pat.host.memory import Saver
 from sglang_pat.memory.plan import format_size
 from sglang_pat.switch.transfer import synchronize
 
@@ -19,14 +19,12 @@ if TYPE_CHECKING:
     from sglang_pat.rank.layouts import Layouts
     from sglang_pat.switch.scheduler import SwitchingScheduler
 
-TAGS = (GPU_MEMORY_TYPE_WEIGHTS, GPU_MEMORY_TYPE_KV_CACHE)
-
 
 class LentMemory:
     """KV pool and weights of this rank, held or released.  The views of all layouts lie over them: addresses stay."""
 
     def __init__(self, scheduler: SwitchingScheduler) -> None:
-        self._saver = scheduler.memory_saver_adapter
+        self._saver = Saver(scheduler)
         self._layouts: Layouts = scheduler.layouts
         self._kept: list[torch.Tensor] | None = None
         """The weights in host memory, while they are released."""
@@ -36,8 +34,8 @@ class LentMemory:
         return [tensor.data for tensor in itertools.chain(model.parameters(), model.buffers())]
 
     def _count_bytes(self) -> int:
-        pool = self._layouts.base.kv_pool
-        return sum(tensor.nbytes for tensor in [*self._list_weights(), *pool.k_buffer, *pool.v_buffer])
+        buffers = self._layouts.base.kv
+        return sum(tensor.nbytes for tensor in [*self._list_weights(), *buffers.k, *buffers.v])
 
     def release(self) -> int:
         """Give the memory away; returns how many bytes that are, 0 if there is no memory saver.
@@ -48,9 +46,8 @@ class LentMemory:
         if not self._saver.enabled or self._kept is not None:
             return 0
         self._kept = [torch.empty_like(tensor, device="cpu").copy_(tensor) for tensor in self._list_weights()]
-        for tag in TAGS:
-            self._saver.pause(tag)
-        synchronize(self._layouts.runner.device)
+        self._saver.release()
+        synchronize(self._layouts.device)
         return self._count_bytes()
 
     def resume(self) -> None:
@@ -61,16 +58,15 @@ class LentMemory:
         """
         if self._kept is None:
             return
-        if self._layouts.runner.device == "cuda":
+        if self._layouts.device == "cuda":
             free, need = torch.cuda.mem_get_info()[0], self._count_bytes()
             if free < need:  # the memory saver would end the process
                 raise RuntimeError(
                     f"{format_size(free)} of its GPU are free, its weights and KV are {format_size(need)}: "
                     "let the trainer give its memory back first"
                 )
-        for tag in TAGS:
-            self._saver.resume(tag)
+        self._saver.resume()
         for tensor, kept in zip(self._list_weights(), self._kept, strict=True):
             tensor.copy_(kept)
-        synchronize(self._layouts.runner.device)
+        synchronize(self._layouts.device)
         self._kept = None

@@ -8,9 +8,10 @@ from collections import deque
 from statistics import median
 from typing import TYPE_CHECKING
 
-from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req, ScheduleBatch
-
+from sglang_pat.host import batches, kv, loop
+from sglang_pat.host import requests as host
+from sglang_pat.host.batches import ScheduleBatch
+from sglang_pat.host.requests import Req
 from sglang_pat.messages import (
     ROUND_MARK,
     Decoded,
@@ -23,7 +24,6 @@ from sglang_pat.messages import (
     count_prefix_tokens,
     get_length_limit,
 )
-from sglang_pat.switch.requests import list_requests
 
 if TYPE_CHECKING:
     from sglang_pat.switch.scheduler import SwitchingScheduler
@@ -38,9 +38,9 @@ TRACE_STEPS = 16384
 def register(req: Req) -> None:
     """Note on a new request what reports say of it: its length limit, how much of its response came with the prompt,
     and the family of what was the prompt before."""
-    prompt = req.pat_prompt
-    req.pat_limit = get_length_limit(req.sampling_params)
-    req.pat_since = min(count_prefix_tokens(req.sampling_params), len(prompt))
+    prompt, params = req.pat_prompt, host.get_sampling_params(req)
+    req.pat_limit = get_length_limit(params)
+    req.pat_since = min(count_prefix_tokens(params), len(prompt))
     req.pat_family = zlib.crc32(prompt[: len(prompt) - req.pat_since] if req.pat_since else prompt)
 
 
@@ -71,17 +71,15 @@ class LoadReporter:
     def record_finished_requests(self, reqs: list[Req]) -> None:
         """Called before outputs go out, when SGLang has not yet marked the finished ones as sent."""
         for req in reqs:
-            if req.finished() and not req.finished_output and HEALTH_CHECK_RID_PREFIX not in req.rid:
+            if host.is_answer_due(req):
                 try:
                     self._account(req)
                 except Exception as error:
                     self._scheduler.dropped.note("Finished", error)
 
     def _account(self, req: Req) -> None:
-        length = req.pat_since + len(req.output_ids)
-        cut = isinstance(req.finished_reason, FINISH_ABORT) or (
-            isinstance(req.finished_reason, FINISH_LENGTH) and length >= req.pat_limit
-        )
+        length = req.pat_since + host.count_output(req)
+        cut = host.is_cut_off(req, full=length >= req.pat_limit)
         self._finished.append(Finished(length=length, family=req.pat_family, cut=cut, since=req.pat_since))
 
     def record_decode_step(self, step: Step) -> None:
@@ -91,10 +89,7 @@ class LoadReporter:
     def report_if_due(self, batch: ScheduleBatch | None) -> None:
         """Report if due.  ``batch``: what is about to run."""
         scheduler = self._scheduler
-        chunked, running = scheduler.chunked_req, scheduler.running_batch.reqs
-        if batch is not None and batch is not scheduler.running_batch:
-            running = running + [req for req in batch.reqs if req is not chunked]
-        queued = len(scheduler.waiting_queue) + len(scheduler.grammar_manager.grammar_queue) + (chunked is not None)
+        running, queued = loop.list_running_with(scheduler, batch), loop.count_waiting(scheduler)
         self._steps += batch is not None
         # ``received``: a request may have come and gone since the last look.
         load = (len(running), queued, scheduler.layouts.weight_version, self.received)
@@ -105,16 +100,12 @@ class LoadReporter:
 
     def report_held(self) -> None:
         """Report in any case: the replica holds between two steps.  What the last one prefilled is about to decode."""
-        scheduler = self._scheduler
-        chunked, last, running = scheduler.chunked_req, scheduler.last_batch, list(scheduler.running_batch.reqs)
-        if last is not None and last is not scheduler.running_batch:
-            running += [req for req in last.reqs if req is not chunked and req not in running]
         self._last = None
-        self.send([req for req in running if not req.finished()])
+        self.send([req for req in loop.list_running_with_last(self._scheduler) if not host.has_ended(req)])
 
     def send(self, running: list[Req]) -> None:
         """Report these, and all that wait."""
-        _, waiting = list_requests(self._scheduler)
+        _, waiting = loop.list_requests(self._scheduler)
         try:
             self._send(running, waiting, running + waiting)
         except Exception as error:
@@ -125,19 +116,18 @@ class LoadReporter:
 
     def _send(self, running: list[Req], waiting: list[Req], listed: list[Req]) -> None:
         scheduler = self._scheduler
-        allocator = scheduler.token_to_kv_pool_allocator
-        decoding = scheduler.running_batch
+        kv_used, kv_total = kv.count_used_slots(scheduler)
         scheduler.channel.send(
             LoadReport(
                 rank=scheduler.rank,
-                tp=scheduler.tp_size,
+                tp=scheduler.layouts.layout.tp,
                 stride=scheduler.layouts.layout.stride,
                 received=self.received,
                 running=len(running),
                 waiting=len(waiting),
-                tokens=int(decoding.seq_lens_sum or 0) if decoding.reqs and running else 0,
-                kv_used=allocator.size - allocator.available_size(),
-                kv_total=allocator.size,
+                tokens=loop.count_decoding_tokens(scheduler) if running else 0,
+                kv_used=kv_used,
+                kv_total=kv_total,
                 retracted=self.retracted,
                 weight_updates=scheduler.layouts.weight_version,
                 requests=[_describe_request(req) for req in listed],
@@ -165,7 +155,7 @@ def _list_rounds(reqs: list[Req]) -> list[str]:
 
 def _describe_request(req: Req) -> Running:
     since = req.pat_since
-    return Running(len(req.origin_input_ids) - since, len(req.output_ids) + since, req.pat_limit, req.pat_family)
+    return Running(host.count_prompt(req) - since, host.count_output(req) + since, req.pat_limit, req.pat_family)
 
 
 class StepTrace:
@@ -187,9 +177,9 @@ class StepTrace:
     def begin(self, batch: ScheduleBatch) -> None:
         """A step is launched.  With overlap scheduling the next one is launched before its results are in, and its
         results come with a copy of the batch that knows less."""
-        decode = batch.forward_mode.is_decode()
-        tokens = int((batch.seq_lens_sum if decode else batch.extend_num_tokens) or 0)
-        self._launched.append((time.monotonic(), "decode" if decode else "prefill", len(batch.reqs), tokens))
+        kind = "decode" if batches.is_decode(batch) else "prefill"
+        tokens = batches.count_step_tokens(batch)
+        self._launched.append((time.monotonic(), kind, len(batches.list_batch(batch)), tokens))
 
     def end(self, scheduler: SwitchingScheduler) -> None:
         """The results of the oldest step launched are in.  Its time runs from the end of the one before, scheduling
@@ -198,9 +188,10 @@ class StepTrace:
         begun, kind, requests, tokens = self._launched.popleft()
         seconds = now - (begun if self._last_end is None else self._last_end)
         self._last_end = now
-        before, self._after = self._after, (scheduler.tp_size, kind)
+        tp = scheduler.layouts.layout.tp
+        before, self._after = self._after, (tp, kind)
         if scheduler.is_leader:
-            step = Step(now, seconds, scheduler.tp_size, kind, requests, tokens)
+            step = Step(now, seconds, tp, kind, requests, tokens)
             self._steps.append(step)
             if kind == "decode" and before == self._after:
                 scheduler.load.record_decode_step(step)

@@ -14,20 +14,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_pat.errors import format_one_line
+from sglang_pat.errors import Unsupported, format_one_line
+from sglang_pat.host import batches, layers, loop
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.rank.weights import Unsupported
 
 if TYPE_CHECKING:
     from sglang_pat.switch.scheduler import SwitchingScheduler
@@ -60,9 +56,9 @@ def check_outputs(scheduler: SwitchingScheduler) -> None:
     """
     begun = time.perf_counter()
     base, *others = scheduler.adaptive.layouts
-    model, dtype = scheduler.layouts.base.model, scheduler.layouts.runner.dtype
-    dummy = scheduler.server_args.load_format == "dummy"
-    flips = dtype != torch.float32 and any(isinstance(module, FusedMoE) for module in model.modules())
+    model, dtype = scheduler.layouts.base.model, scheduler.layouts.dtype
+    dummy = layers.has_dummy_weights(scheduler)
+    flips = dtype != torch.float32 and layers.has_experts(model)
     with torch.no_grad(), _enlarge(model if dummy else None):
         expected = _compute_logits(scheduler, base)
         allowed, told, held = ALLOWED[dtype], [], base
@@ -119,13 +115,11 @@ def _compute_logits(scheduler: SwitchingScheduler, layout: ParallelLayout) -> li
         scheduler.enter_layout(layout, epoch=0)
         lengths = choose_lengths(_count_tokens(scheduler), _count_prompts(scheduler))
         draw = np.random.default_rng(0)
-        tokens = [draw.integers(scheduler.model_config.vocab_size, size=length + 1).tolist() for length in lengths]
-        batch = _make_batch(scheduler, [prompt[:-1] for prompt in tokens])
-        batch.prepare_for_extend()
-        prefill = _run_step(scheduler, batch)
-        batch.output_ids = torch.tensor([prompt[-1] for prompt in tokens], device=scheduler.device)
-        batch.prepare_for_decode()
-        return [prefill, _run_step(scheduler, batch)]
+        tokens = [draw.integers(batches.get_vocab_size(scheduler), size=length + 1).tolist() for length in lengths]
+        batch = batches.make_prefill(scheduler, [prompt[:-1] for prompt in tokens])
+        prefill = batches.compute_logits(scheduler, batch)
+        batches.go_on_with(scheduler, batch, [prompt[-1] for prompt in tokens])
+        return [prefill, batches.compute_logits(scheduler, batch)]
     except Exception as error:
         logger.debug("forward pass at tp=%d", layout.tp, exc_info=True)
         raise Unsupported(
@@ -138,37 +132,13 @@ def _compute_logits(scheduler: SwitchingScheduler, layout: ParallelLayout) -> li
 
 def _count_tokens(scheduler: SwitchingScheduler) -> int:
     """That fit into KV in every layout, and into a step."""
-    chunk = scheduler.chunked_prefill_size or 0
+    chunk = loop.get_chunk_size(scheduler)
     return min(scheduler.base_capacity, chunk) if chunk > 0 else scheduler.base_capacity
 
 
 def _count_prompts(scheduler: SwitchingScheduler) -> int:
     """At most, so that the decode step of every layout that has graphs is a graph."""
-    graphs = [max(sizes) for sizes in scheduler.server_args.spec.graph_sizes.values() if sizes]
-    return min([PROMPTS, scheduler.max_running_requests, *graphs])
-
-
-def _make_batch(scheduler: SwitchingScheduler, prompts: Sequence[list[int]]) -> ScheduleBatch:
-    greedy = SamplingParams(max_new_tokens=1, temperature=0)
-    reqs = [Req(f"check {i}", "", prompt, greedy) for i, prompt in enumerate(prompts)]
-    for req in reqs:
-        req.fill_ids = req.origin_input_ids
-        req.set_extend_input_len(len(req.fill_ids))
-    return ScheduleBatch.init_new(
-        reqs,
-        scheduler.req_to_token_pool,
-        scheduler.token_to_kv_pool_allocator,
-        scheduler.tree_cache,
-        scheduler.model_config,
-        False,
-        scheduler.spec_algorithm,
-    )
-
-
-def _run_step(scheduler: SwitchingScheduler, batch: ScheduleBatch) -> torch.Tensor:
-    runner = scheduler.layouts.runner
-    output = runner.forward(ForwardBatch.init_new(batch.get_model_worker_batch(), runner))
-    return output.logits_output.next_token_logits.clone()  # a graph's next replay writes there
+    return min([PROMPTS, loop.get_max_running(scheduler), *scheduler.layouts.list_largest_graphs()])
 
 
 @contextmanager

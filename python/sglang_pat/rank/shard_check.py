@@ -9,17 +9,12 @@ A checkpoint has the experts of a mixture one by one: some of them are loaded, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from sglang.srt.model_loader.weight_utils import default_weight_loader
 
-from sglang_pat.rank.shards import ShardSpec
-from sglang_pat.rank.weights import ShardError, list_checkpoint_parts, make_shard_specs
+from sglang_pat.host import layers
+from sglang_pat.rank.shards import ShardError, ShardSpec
 
 PADDING = 0.0
 """What SGLang's loader writes where a shard reaches beyond the vocabulary; positions start at 1."""
@@ -35,9 +30,9 @@ def check_heads(model: torch.nn.Module, tp: int, kv_heads: int) -> None:
         ShardError: names the first layer that does not.
     """
     local = max(1, kv_heads // tp)
-    for name, module in model.named_modules():
-        if isinstance(module, RadixAttention) and module.tp_k_head_num != local:
-            raise ShardError(name, tp, f"SGLang gives it {module.tp_k_head_num} KV heads on each rank, must be {local}")
+    for name, heads in layers.list_attention_heads(model):
+        if heads != local:
+            raise ShardError(name, tp, f"SGLang gives it {heads} KV heads on each rank, must be {local}")
 
 
 def check_shards(model: torch.nn.Module, tp: int, tp_rank: int) -> None:
@@ -46,7 +41,7 @@ def check_shards(model: torch.nn.Module, tp: int, tp_rank: int) -> None:
     Raises:
         ShardError: they differ; names the first such parameter.
     """
-    specs = make_shard_specs(model)
+    specs = layers.make_shard_specs(model)
     for module_name, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
             full_name = f"{module_name}.{name}" if module_name else name
@@ -65,7 +60,7 @@ def _load_positions(module: torch.nn.Module, name: str, param: torch.nn.Paramete
     """Positions that SGLang's loader puts into the shard, ``[length along the sharded dimension]``; of experts those of
     each that is looked at, one after the other."""
     real = param.data
-    loader: Callable[..., Any] = getattr(param, "weight_loader", default_weight_loader)
+    loader = layers.get_weight_loader(param)
     experts = _choose_experts(module)
     reduced = _make_reduced_shape(real.shape, spec.dim)
     if experts:
@@ -90,7 +85,8 @@ def _load_positions(module: torch.nn.Module, name: str, param: torch.nn.Paramete
 
 def _choose_experts(module: torch.nn.Module) -> list[int]:
     """Those that are looked at; none of a layer that has no experts."""
-    return sorted({0, 1, module.num_experts - 1}) if isinstance(module, FusedMoE) else []
+    count = layers.count_experts(module)
+    return sorted({0, 1, count - 1}) if count else []
 
 
 def _count(spec: ShardSpec) -> int:
@@ -110,7 +106,7 @@ def _make_checkpoint_tensors(
         yield None, _make_range(0, param.shape[0] if param.dim() else 1)
         return
     origin = 0
-    for shard_id, length in list_checkpoint_parts(module, spec).items():
+    for shard_id, length in layers.list_checkpoint_parts(module, spec).items():
         yield shard_id, _make_range(origin, length)
         origin += length
 
@@ -122,8 +118,8 @@ def _list_positions(
     if spec.dim is None:
         return _make_range(0, param.shape[0] if param.dim() else 1)
     positions = torch.cat([_make_range(start, length) for start, length in spec.list_intervals(tp, tp_rank)])
-    if isinstance(module, VocabParallelEmbedding):
-        positions[positions > module.org_vocab_size] = PADDING
+    if (words := layers.count_words(module)) is not None:
+        positions[positions > words] = PADDING
     if experts := _choose_experts(module):
         return torch.cat([positions + expert * _count(spec) for expert in experts])
     return positions

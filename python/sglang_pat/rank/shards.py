@@ -12,8 +12,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sglang_pat.errors import Unsupported
+
 Interval = tuple[int, int]
 """``(start, length)`` in the full tensor, in elements along the sharded dimension."""
+
+
+class ShardError(Unsupported):
+    """A model cannot cross a switch because of how one of its parameters is sharded."""
+
+    def __init__(self, parameter: str, tp: int, why: str, advice: str = "this model is not supported") -> None:
+        super().__init__(f"--adaptive-tp, {parameter} at tp={tp}: {why}: {advice}")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sglang_pat.rewards.missing import choose_rewarded
+from sglang_pat.rollout.missing import choose_rewarded
 
 
 class PromptKey(NamedTuple):
@@ -189,7 +189,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
         return [self.samples[number] for number in self.chosen]
 
     def list_rewarded(self) -> list[Sample]:
-        """Those to train on after a round with rewards (:func:`~sglang_pat.rewards.missing.choose_rewarded`)."""
+        """Those to train on after a round with rewards (:func:`~sglang_pat.rollout.missing.choose_rewarded`)."""
         kept = self.list_kept()
         return [kept[index] for index in choose_rewarded([sample.reward is not None for sample in kept])]
 

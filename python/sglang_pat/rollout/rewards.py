@@ -13,8 +13,8 @@ from typing import Any, SupportsFloat, cast
 
 import msgspec
 
-from sglang_pat.rewards.missing import MISSING, Missing
 from sglang_pat.rollout.calls import Calls
+from sglang_pat.rollout.missing import MISSING, Missing
 from sglang_pat.rollout.records import Group, Output, PromptKey, SampleId
 
 

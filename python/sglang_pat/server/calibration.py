@@ -11,8 +11,6 @@ import random
 import time
 from typing import Any
 
-from sglang.srt.managers.io_struct import GenerateReqInput
-
 from sglang_pat.figures import job_log
 from sglang_pat.predict.correction import BATCH, CONTEXT, TURNS
 
@@ -96,6 +94,6 @@ async def _decode(manager: Any, requests: int, context: int, room: int, steps: i
     sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
     enough = asyncio.get_running_loop().call_later(MOST_SECONDS, manager.abort_request, RID)
     try:
-        await manager.pat_generate_unlogged(GenerateReqInput(rid=RID, input_ids=ids, sampling_params=sampling))
+        await manager.pat_generate_unlogged(rid=RID, input_ids=ids, sampling_params=sampling)
     finally:
         enough.cancel()

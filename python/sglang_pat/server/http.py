@@ -1,36 +1,21 @@
-"""SGLang's HTTP server in front of the adaptive engine, with ``/pat/*``."""
+"""The routes ``/pat/*`` of SGLang's HTTP server."""
 
 from __future__ import annotations
 
-import argparse
-import copy
 import functools
-import ipaddress
-import logging
-import sys
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
-from sglang.srt.entrypoints import http_server
-from sglang.srt.server_args_config_parser import ConfigArgumentMerger
-from sglang.srt.utils.auth import AuthLevel, auth_level
 
-from sglang_pat import files, removed
-from sglang_pat.errors import format_one_line
-from sglang_pat.launch.contract import SGLangMismatch
-from sglang_pat.launch.processes import NotStarted
-from sglang_pat.launch.refusals import check_port
-from sglang_pat.launch.spec import AdaptiveServerArgs, prepare_start
+from sglang_pat import files
+from sglang_pat.host.http import get_manager, needs_admin
 from sglang_pat.messages import CLIENT, LEASE_SECONDS, BeginRound, ClientName, EndRound, LeaseSeconds
 from sglang_pat.policies.lending import Training
-from sglang_pat.server.engine import AdaptiveEngine
 from sglang_pat.server.rollout import describe_engine
-from sglang_pat.server.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager
-
-logger = logging.getLogger(__name__)
+from sglang_pat.server.tokenizer import ReconfigureError
 
 MAX_BYTES = 1 << 16
 """Of a body."""
@@ -57,83 +42,6 @@ class _TakeBackRanks(msgspec.Struct, forbid_unknown_fields=True):
     client: ClientName = CLIENT
 
 
-class _Parser(argparse.ArgumentParser):
-    """SGLang has some hundred flags: an error does not list them."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} (--help lists our flags, --help-sglang those of SGLang)")
-
-
-def parse_args(argv: list[str]) -> AdaptiveServerArgs:
-    """Parse the command line as SGLang does, with the adaptive flags added.
-
-    Raises:
-        ValueError: for what the adaptive engine does not support.
-    """
-    parser = _Parser(prog="python -m sglang_pat.launch_server")
-    AdaptiveServerArgs.add_cli_args(parser)
-    if "--config" in argv:
-        argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
-    removed.refuse_flags(argv)
-    raw = parser.parse_args(argv)
-    logging.basicConfig(level=raw.log_level.upper(), format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
-    return AdaptiveServerArgs.from_cli_args(raw)
-
-
-def launch(argv: list[str]) -> None:
-    """Serve until a signal ends it.  Exits with one line if the arguments, the machine or SGLang do not fit."""
-    try:
-        given = parse_args(argv)
-        check_port(given.host, given.port)
-        server_args = prepare_start(given)
-    except (ValueError, AssertionError, OSError, SGLangMismatch) as error:
-        logger.debug("refused", exc_info=True)
-        sys.exit(f"error: {format_one_line(error)}")
-    _warn_if_open(server_args)
-    add_routes(http_server.app)
-    # SGLang's launcher takes `Engine` from its module; ours starts the ranks differently.
-    http_server.Engine = AdaptiveEngine
-    try:
-        http_server.launch_server(
-            server_args,
-            init_tokenizer_manager_func=init_adaptive_tokenizer_manager,
-            execute_warmup_func=_warm_up,
-        )
-    except NotStarted as error:
-        sys.exit(f"error: {error}")
-    finally:
-        state = http_server.get_global_state()
-        if state is not None and state.tokenizer_manager._subprocess_watchdog is not None:
-            state.tokenizer_manager._subprocess_watchdog.stop()
-
-
-def _warn_if_open(args: AdaptiveServerArgs) -> None:
-    """Say so if others than this machine's users can send requests, with no key."""
-    if args.api_key is None and not _is_loopback(args.host):
-        logger.warning(
-            "listening on %s without --api-key: whoever reaches port %d can use this server", args.host, args.port
-        )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _warm_up(server_args: AdaptiveServerArgs) -> bool:
-    """SGLang's, with a request for each replica; its requests do not count in a decision log."""
-    manager = _get_manager()
-    begins, manager.pat_log_begins = manager.pat_log_begins, False
-    view = copy.copy(server_args)
-    view.dp_size = server_args.spec.config.base.dp
-    try:
-        return http_server._execute_server_warmup(view)
-    finally:
-        manager.pat_log_begins = begins
-
-
 def add_routes(app) -> None:
     """Add ``/pat/*`` to SGLang's FastAPI application, under its API-key rules; once."""
     if any(getattr(route, "path", None) == "/pat/status" for route in app.routes):
@@ -147,24 +55,6 @@ def add_routes(app) -> None:
     app.add_api_route("/pat/round", end_round, methods=["DELETE"])
     app.add_api_route("/pat/schedule", schedule, methods=["GET"])
     app.add_api_route("/pat/schedule", set_schedule, methods=["POST"])
-    for name, instead in removed.ROUTES.items():
-        method, path = name.split()
-        app.add_api_route(
-            path, _make_gone_handler(f"{name} is gone: {instead}"), methods=[method], include_in_schema=False
-        )
-
-
-def _make_gone_handler(line: str) -> Callable[[], Awaitable[Response]]:
-    """A handler for a route that is no more: 410 with this line."""
-
-    async def refuse() -> Response:
-        return _make_error(410, line)
-
-    return refuse
-
-
-def _get_manager():
-    return http_server.get_global_state().tokenizer_manager
 
 
 def _answer_refusals(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -186,10 +76,10 @@ def _answer_refusals(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Aw
 
 async def status() -> dict:
     """Layout, candidates, load of each group, switches so far with phase times, weight version."""
-    return await _get_manager().pat_status()
+    return await get_manager().pat_status()
 
 
-@auth_level(AuthLevel.ADMIN_OPTIONAL)
+@needs_admin
 @_answer_refusals
 async def reconfigure(request: Request) -> dict:
     """``{"tp": 2}``: switch to degree 2 now; 200 with the switch record when it is over.
@@ -205,10 +95,10 @@ async def reconfigure(request: Request) -> dict:
         asked = files.decode(await _read_body(request), _Reconfigure)
     except ValueError as error:
         raise ValueError(f'{error}: send {{"tp": 2}}') from None
-    return await _get_manager().pat_reconfigure(asked.tp, asked.dry_run)
+    return await get_manager().pat_reconfigure(asked.tp, asked.dry_run)
 
 
-@auth_level(AuthLevel.ADMIN_OPTIONAL)
+@needs_admin
 @_answer_refusals
 async def lend_ranks(request: Request) -> dict:
     """``{"stride": 2, "client": "mine", "lease_seconds": 600}``, or no body: the first of every two ranks goes on, the
@@ -220,10 +110,10 @@ async def lend_ranks(request: Request) -> dict:
     to another client; 500: aborted, nothing is lent.
     """
     asked = files.decode(await _read_body(request) or b"{}", _LendRanks)
-    return await _get_manager().pat_lend_ranks(asked.stride, asked.client, asked.lease_seconds)
+    return await get_manager().pat_lend_ranks(asked.stride, asked.client, asked.lease_seconds)
 
 
-@auth_level(AuthLevel.ADMIN_OPTIONAL)
+@needs_admin
 @_answer_refusals
 async def take_back_ranks(request: Request) -> dict:
     """``{"client": "mine"}``, or no body: all ranks go on, whoever has them; 200 with the record of the switch, ``{}``
@@ -232,7 +122,7 @@ async def take_back_ranks(request: Request) -> dict:
     400: a body with anything else in it; 409, 500: as for lending.
     """
     asked = files.decode(await _read_body(request) or b"{}", _TakeBackRanks)
-    return await _get_manager().pat_lend_ranks(1, asked.client)
+    return await get_manager().pat_lend_ranks(1, asked.client)
 
 
 @_answer_refusals
@@ -245,7 +135,7 @@ async def decide_lending(request: Request) -> dict:
     """
     values = files.decode(await _read_body(request), dict[str, Any])
     client = files.convert({"client": values.pop("client", CLIENT)}, _TakeBackRanks).client
-    return await _get_manager().pat_decide_lending(files.convert(values, Training), client)
+    return await get_manager().pat_decide_lending(files.convert(values, Training), client)
 
 
 @_answer_refusals
@@ -257,22 +147,21 @@ async def begin_round(request: Request) -> dict:
     ``room`` for the tokens of a request, ``stop_token_ids`` of the model.  400: not a body like that.
     """
     values = files.decode(await _read_body(request), dict[str, Any])
-    removed.refuse_fields("round", values)
     begun = files.convert({"lease_seconds": LEASE_SECONDS} | values, BeginRound)
     if begun.lease_seconds is None:
         begun = msgspec.structs.replace(begun, lease_seconds=LEASE_SECONDS)
-    _get_manager().pat_send_round(begun)
-    return describe_engine(_get_manager())
+    get_manager().pat_send_round(begun)
+    return describe_engine(get_manager())
 
 
 @_answer_refusals
 async def end_round(name: str = "default") -> dict:
     """The round of this name is over; nothing happens if there is none."""
-    _get_manager().pat_send_round(EndRound(name=name))
+    get_manager().pat_send_round(EndRound(name=name))
     return {}
 
 
-@auth_level(AuthLevel.ADMIN_OPTIONAL)
+@needs_admin
 @_answer_refusals
 async def set_schedule(request: Request) -> dict:
     """``[{"tp": 2, "step": 40}]``: the switches from now on (``sglang_pat.coordinator.schedule``); ``[]`` for none.
@@ -280,14 +169,13 @@ async def set_schedule(request: Request) -> dict:
     400: not such a list; 409: the policy is another one.
     """
     entries = files.decode(await _read_body(request) or b"[]", list[Any])
-    return await _get_manager().pat_set_schedule(entries)
+    return await get_manager().pat_set_schedule(entries)
 
 
 @_answer_refusals
 async def schedule(request: Request) -> dict:
     """When the schedule is over or replaced, how it went (:class:`~sglang_pat.messages.ScheduleState`)."""
-    removed.refuse_fields("schedule", request.query_params)
-    return await _get_manager().pat_get_schedule()
+    return await get_manager().pat_get_schedule()
 
 
 async def _read_body(request: Request) -> bytes:

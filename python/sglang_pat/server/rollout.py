@@ -6,8 +6,6 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from sglang.srt.managers.io_struct import GenerateReqInput
-
 from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.rollout.loop import EngineLoop
 from sglang_pat.rollout.records import Output
@@ -58,11 +56,10 @@ class ManagerBackend:
         return self._manager.pat_weight_updates
 
     async def generate(self, rid: str, prompt: dict[str, Any], params: dict[str, Any]) -> Output:
-        request = GenerateReqInput(
+        answer = await self._manager.pat_generate(
             rid=rid, **prompt, sampling_params=name_round(params, self._name), return_logprob=True,
             return_routed_experts=self._manager.server_args.enable_return_routed_experts,
         )  # fmt: skip
-        answer = await anext(self._manager.generate_request(request, None))
         return make_output(answer, params, self._stop_tokens)
 
     def abort(self, rid: str) -> None:

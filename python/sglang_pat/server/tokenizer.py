@@ -1,4 +1,4 @@
-"""SGLang's TokenizerManager with a line to the coordinator."""
+"""What clients ask of the coordinator: SGLang's TokenizerManager with a line to it."""
 
 from __future__ import annotations
 
@@ -6,30 +6,21 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 from weakref import WeakSet
 
 import msgspec
-from sglang.srt.entrypoints.engine import init_tokenizer_manager
-from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_pat import messages
 from sglang_pat.coordinator import schedule
-from sglang_pat.host.fixes.request_validation import ValidatingTokenizerManager
+from sglang_pat.host.tokenizer import RoutedTokenizerManager
 from sglang_pat.policies.lending import Training
 from sglang_pat.rollout.rounds import RolloutRound
 from sglang_pat.server.calibration import calibrate
-from sglang_pat.server.shutdown import Shutdown, ShutdownSignalHandler, get_handlers
-from sglang_pat.switch.order import AsyncOrderedReceiver
 
 POLL_SECONDS, IDLE_SECONDS = 0.005, 60.0
 """Between two looks whether the engine is empty, and the longest wait for it once all requests are answered."""
-
-
-_held: list[AdaptiveTokenizerManager] = []
-"""To the end of the process, as SGLang's ``Engine`` holds its own: as garbage, which a start that failed leaves, its
-ZMQ context would wait for its sockets for ever."""
 
 
 class ReconfigureError(RuntimeError):
@@ -40,22 +31,18 @@ class ReconfigureError(RuntimeError):
         self.code = code
 
 
-class AdaptiveTokenizerManager(ValidatingTokenizerManager):
+class AdaptiveTokenizerManager(RoutedTokenizerManager):
     """Adds what clients ask of the coordinator: the ``pat_`` methods.
 
     Attributes:
-        pat_weight_updates: number of weight updates so far.
         pat_rounds: those that this process drives, to be cancelled when weights are updated.
         pat_log_begins: in the decision log requests count from the next one on.
     """
 
     def __init__(self, server_args, port_args) -> None:
-        _held.append(self)
         super().__init__(server_args, port_args)
-        self.signal_handler_class = ShutdownSignalHandler
         self._pat_ids = itertools.count()
         self._pat_waiting: dict[int, asyncio.Future] = {}
-        self.pat_weight_updates = 0
         config = server_args.spec.config
         self.pat_log_begins = config.log is not None
         self._pat_calibrates = config.calibrates
@@ -64,30 +51,7 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
         replies = (messages.StatusReply, messages.ReconfigureReply, messages.TraceReply, messages.ScheduleReply)
         self._result_dispatcher._mapping.update(dict.fromkeys(replies, self._pat_reply))
 
-    # -- the end ----------------------------------------------------------------------------------
-
-    def auto_create_handle_loop(self) -> None:
-        if self.event_loop is None:
-            before = get_handlers()
-            super().auto_create_handle_loop()
-            Shutdown(self, before)
-
-    async def sigterm_watchdog(self) -> None:
-        """SGLang's would wait for all requests, and then kill this process; :class:`Shutdown` acts instead."""
-
-    # -- requests ---------------------------------------------------------------------------------
-
-    def pat_admit(self, obj: Any, request: Any) -> None:
-        super().pat_admit(obj, request)
-        self._pat_calibrate()
-
-    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
-        """SGLang's; an answer says how often weights had been updated."""
-        async with aclosing(super().generate_request(obj, request)) as answers:
-            async for answer in answers:
-                for one in answer if isinstance(answer, list) else [answer]:
-                    one["meta_info"]["weight_updates"] = self.pat_weight_updates
-                yield answer
+    # -- the calibration ----------------------------------------------------------------------------
 
     def _pat_calibrate(self) -> None:
         """The first requests wait at the gate for it; it goes on without those that do not."""
@@ -101,24 +65,9 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
         self._pat_calibrates = False
         self._pat_at_gate.check()
 
-    async def pat_generate_unlogged(self, obj: GenerateReqInput) -> None:
-        """Generate for a measurement: nobody sees the answer."""
-        obj.pat_made_up = True
-        async with aclosing(super().generate_request(obj)) as answers:
-            async for _ in answers:
-                pass
-
     def pat_send_calibration_turn(self, over: bool = False) -> None:
         """See :class:`~sglang_pat.messages.CalibrationTurn`."""
         self.send_to_scheduler.send_pyobj(messages.CalibrationTurn(over=over))
-
-    def _send_one_request(self, tokenized_obj) -> None:
-        self._pat_begin_log()
-        super()._send_one_request(tokenized_obj)
-
-    def _send_batch_request(self, tokenized_objs) -> None:
-        self._pat_begin_log()
-        super()._send_batch_request(tokenized_objs)
 
     # -- weights --------------------------------------------------------------------------------
 
@@ -137,9 +86,7 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
         for round_ in list(self.pat_rounds):
             round_.cancel_for_new_weights()
 
-    def init_ipc_channels(self, port_args) -> None:
-        super().init_ipc_channels(port_args)
-        self.recv_from_detokenizer = AsyncOrderedReceiver(self.recv_from_detokenizer, self.pat_dropped)
+    # -- questions to the coordinator ---------------------------------------------------------------
 
     def _pat_reply(self, reply: Any) -> None:
         if (future := self._pat_waiting.pop(reply.query_id, None)) is not None and not future.done():
@@ -244,8 +191,3 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
         """Requests sent afterwards find ``prompts`` (token ids) in the radix cache of every replica."""
         self.auto_create_handle_loop()
         self.send_to_scheduler.send_pyobj(messages.InjectPrefixes(prompts=prompts))
-
-
-def init_adaptive_tokenizer_manager(server_args, port_args):
-    """SGLang's ``init_tokenizer_manager`` with our class."""
-    return init_tokenizer_manager(server_args, port_args, AdaptiveTokenizerManager)

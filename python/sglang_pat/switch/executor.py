@@ -30,6 +30,9 @@ import torch.distributed as dist
 from sglang_pat.checks import census, faults
 from sglang_pat.checks.agreement import check as check_agreement
 from sglang_pat.checks.steady import forbid_new_resources
+from sglang_pat.host import kv as host_kv
+from sglang_pat.host import loop
+from sglang_pat.host.requests import count_tokens, get_entry_time, get_name, set_entry_time
 from sglang_pat.layout import ParallelLayout, needs_capsules
 from sglang_pat.messages import Cancel, Compile, MemoryReleased, Prepare, Prepared, RankSwitched, Switch
 from sglang_pat.rank.lending import LentMemory
@@ -90,11 +93,11 @@ class SwitchExecutor:
         self.layouts = scheduler.layouts
         self.config = scheduler.adaptive
         self.rank = scheduler.rank
-        self.world = scheduler.layouts.runner.groups.world
-        self.experts = scheduler.layouts.runner.routed_experts
+        self.world = scheduler.layouts.groups.world
+        self.experts = scheduler.layouts.routed_experts
         self.memory = LentMemory(scheduler)
         self.state = SwitchState.IDLE
-        self.staging = kv.Staging(self.layouts.runner.device)
+        self.staging = kv.Staging(self.layouts.device)
         """What KV goes through where there are no windows."""
         self._compiling: tuple[int, float] | None = None
         """Epoch and beginning of what grammars are compiled for."""
@@ -108,7 +111,7 @@ class SwitchExecutor:
 
         Else communicators, kernels and buffers would be made in the first pauses.
         """
-        self.layouts.runner.groups.warm_up(self.layouts.runner.dtype)
+        self.layouts.groups.warm_up(self.layouts.dtype)
         for old in self.config.layouts:
             self.layouts.install(old)
             for new in self.config.layouts:
@@ -153,7 +156,7 @@ class SwitchExecutor:
         except Exception as exc:
             logger.exception("preparing switch %d failed", command.epoch)
             error = f"rank {self.rank}: {exc}"
-        prompt = None if error or requests.can_keep_pieces(self.scheduler) else self.scheduler.chunked_req
+        prompt = None if error or requests.can_keep_pieces(self.scheduler) else loop.get_chunked(self.scheduler)
         self._computing = self._make_prepared_reply(command.epoch, started, error=error, grammars=grammars), prompt
         self.poll_command()
 
@@ -161,7 +164,7 @@ class SwitchExecutor:
         """PREPARE, second part: grammars of requests that other groups will hand over, in threads of SGLang."""
         self._compiling = command.epoch, time.perf_counter()
         self.scheduler.grammars.compile(command.grammars)
-        if self.scheduler.is_fully_idle():
+        if loop.is_idle(self.scheduler):
             self.scheduler.grammars.wait()  # its loop sleeps
 
     def poll_command(self) -> None:
@@ -171,7 +174,7 @@ class SwitchExecutor:
             (epoch, started), self._compiling = self._compiling, None
             scheduler.channel.send(self._make_prepared_reply(epoch, started))
         message, prompt = self._computing or (None, None)
-        if message and (prompt is None or prompt is not scheduler.chunked_req or scheduler._engine_paused):
+        if message and (prompt is None or prompt is not loop.get_chunked(scheduler) or loop.is_paused(scheduler)):
             self._computing = None
             scheduler.channel.send(message)
 
@@ -216,12 +219,12 @@ class SwitchExecutor:
         error, offer, held, rows, capsules = None, GroupOffer(), [], [], {}
         try:
             self._enter(SwitchState.QUIESCE, command.epoch)
-            requests.drain(self.scheduler)
+            loop.drain(self.scheduler)
             self._mark("drain")
             has_kv, waiting, rows = requests.split_by_kv(self.scheduler)
             held = has_kv + waiting
             offer, capsules = requests.make_offer(self.scheduler, new, has_kv, waiting, rows, command.recompute_below)
-            offer.taken = install.read_counters(self.scheduler)
+            offer.taken = loop.read_counters(self.scheduler)
             if self.experts is not None and self.scheduler.is_leader:
                 self.experts.publish(offer.live, rows)
             self._mark("capsules")
@@ -289,19 +292,18 @@ class SwitchExecutor:
         fence = make_fence(self.rank, sent, [offer.fence for offer in offers.values()])
         leader = install.find_old_leader(self.rank, self.layouts.layout, new)
         self.scheduler.enter_layout(new, epoch, fence)
-        install.take_counters(self.scheduler, offers[leader].taken)
+        loop.write_counters(self.scheduler, offers[leader].taken)
         if self.experts is not None:
             self.experts.turn(leads=self.rank in new.leaders)
         for req in [req for req, _, _ in incoming.decoding] + incoming.waiting:
-            stats = req.time_stats
-            stats.wait_queue_entry_time = incoming.entered.get(req.rid, stats.wait_queue_entry_time)
+            set_entry_time(req, incoming.entered.get(get_name(req), get_entry_time(req)))
         install.install_requests(self.scheduler, incoming)
         self._mark("install")
 
     def _resume(self, report: dict, offers: dict[int, GroupOffer], incoming: IncomingRequests, moved: int) -> None:
         """Check that nothing was lost, say so, and let SGLang's loop go on."""
         self._enter(SwitchState.RESUME, report["epoch"])
-        requests.check_sums(self.scheduler)
+        host_kv.check_sums(self.scheduler)
         check_agreement(self.scheduler)
         census.record(self.scheduler, self.rank, report["epoch"])
         versions = {offer.weight_version for offer in offers.values()} | {self.layouts.weight_version}
@@ -320,7 +322,7 @@ class SwitchExecutor:
                 migrated=len(incoming.decoding) if leads else 0,
                 parked=len(incoming.parked) if leads else 0,
                 recomputed=len(recomputed) if leads else 0,
-                recomputed_tokens=sum(req.seqlen for req in recomputed) if leads else 0,
+                recomputed_tokens=sum(map(count_tokens, recomputed)) if leads else 0,
                 tokens=incoming.num_slots if leads else 0,
             )
         )
@@ -349,7 +351,7 @@ class SwitchExecutor:
         overwritten = self.state is SwitchState.EXCHANGE
         self.state = advance(self.state, SwitchState.ABORT)
         # A client's pause: nobody goes on with a prompt in parts, and a second pause ("retract") would drop it.
-        in_parts = self.scheduler._engine_paused and self.scheduler.chunked_req is not None
+        in_parts = loop.is_paused(self.scheduler) and loop.get_chunked(self.scheduler) is not None
         if overwritten or in_parts:
             requests.recompute_all(self.scheduler)
         self.state = advance(self.state, SwitchState.IDLE)

@@ -13,53 +13,19 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
-from sglang.srt.managers.schedule_batch import Req
-
+from sglang_pat.host import grammars
+from sglang_pat.host.grammars import Key
 from sglang_pat.messages import Grammar
-
-Key = tuple[str, str]
-"""Kind and text, as SGLang's cache has them."""
 
 MAX_AWAITED = 64
 """Grammars that a rank remembers because a request came to it that waits for them: the last ones."""
 
 
-def get_key(req: Req) -> Key | None:
-    """Key under which SGLang caches the grammar of ``req``."""
-    params = req.sampling_params
-    for kind, value in (
-        ("json", params.json_schema),
-        ("regex", params.regex),
-        ("ebnf", params.ebnf),
-        ("structural_tag", params.structural_tag),
-    ):
-        if value is not None:
-            return kind, value
-    return None
-
-
-def is_compiling(req: Req) -> bool:
-    """Whether ``req`` is in SGLang's queue for its grammar: on all ranks of a group or on none."""
-    return isinstance(req.grammar, Future)
-
-
-def list_needed_grammars(reqs: Iterable[Req]) -> list[Grammar]:
+def list_needed_grammars(reqs: Iterable[Any]) -> list[Grammar]:
     """The compiled grammars of ``reqs`` and how many requests have each."""
-    keys = (get_key(req) for req in reqs if req.grammar is not None and not is_compiling(req))
-    counts = Counter(key for key in keys if key is not None)
+    compiled = (req for req in reqs if grammars.get_grammar(req) is not None and not grammars.is_compiling(req))
+    counts = Counter(key for req in compiled if (key := grammars.get_key(req)) is not None)
     return [Grammar(kind=kind, text=text, count=count) for (kind, text), count in counts.items()]
-
-
-def replay(grammar: Any, tokens: Iterable[int]) -> None:
-    """Bring a fresh grammar to where it is on the ranks that had the request, which goes on after all ``tokens``.
-
-    After every token SGLang sets ``finished`` to whether the request is.  An end of sequence that is ignored would
-    leave it True here, and ranks of a group would mask different tokens.
-    """
-    for token in tokens:
-        grammar.accept_token(token)
-        grammar.finished = False
 
 
 class CompiledGrammars:
@@ -69,14 +35,13 @@ class CompiledGrammars:
     Not SGLang's cache itself: a grammar in one rank's cache but not in another's would part their queues.
     """
 
-    def __init__(self, backend: BaseGrammarBackend | None) -> None:
+    def __init__(self, backend: Any | None) -> None:
         self._backend = backend
         self._made: dict[Key, Future] = {}
         self._awaited: dict[Key, Future] = {}
         self._rebuilding: Any = None
         if backend is not None:
-            self._sglang_lookup = backend.get_cached_or_future_value
-            backend.get_cached_or_future_value = self._lookup
+            self._sglang_lookup = grammars.hook_lookup(backend, self._lookup)
 
     def compile(self, wanted: Iterable[Grammar]) -> None:
         """Begin to compile, in SGLang's threads."""
@@ -92,16 +57,14 @@ class CompiledGrammars:
         for made in self._made.values():
             made.exception()
 
-    def keep(self, reqs: Iterable[Req]) -> None:
+    def keep(self, reqs: Iterable[Any]) -> None:
         """Have the grammars of ``reqs``, which are all of a new group's, in SGLang's cache, and no others: its ranks
         must find the same."""
-        keys = {get_key(req) for req in reqs if req.grammar is not None} - {None}
+        keys = {grammars.get_key(req) for req in reqs if grammars.get_grammar(req) is not None} - {None}
         pristine = {key: self._get_unused(key) for key in keys}
         self.clear()
         if self._backend is not None:
-            self._backend.reset()
-            for key, grammar in pristine.items():
-                self._backend.set_cache(key, grammar)
+            grammars.replace_cache(self._backend, pristine)
 
     def clear(self) -> None:
         """What was compiled for a switch is not wanted any more."""
@@ -111,7 +74,7 @@ class CompiledGrammars:
         """One that no request uses."""
         if key in self._made:
             return self._made[key].result()[0]
-        return self._backend.cache.get(key) or self._make(key, 0)[0]
+        return grammars.get_cached(self._backend, key) or self._make(key, 0)[0]
 
     @contextmanager
     def use_for_rebuild(self, held: Any | None, compiling: bool, given_up: bool = False) -> Iterator[None]:
@@ -126,18 +89,18 @@ class CompiledGrammars:
 
     def _begin(self, key: Key, count: int) -> None:
         if key not in self._made:
-            self._made[key] = self._backend.executor.submit(self._make, key, count)
+            self._made[key] = grammars.submit(self._backend, self._make, key, count)
 
     def _make(self, key: Key, count: int) -> list[Any]:
         """One to keep, and ``count`` to give away: with llguidance each takes as long as the first."""
-        first = self._backend._init_value_dispatch(key, False)
-        return [first, *(first.copy() for _ in range(count))]
+        first = grammars.compile_grammar(self._backend, key)
+        return [first, *(grammars.copy_grammar(first) for _ in range(count))]
 
     def _take(self, key: Key, require_reasoning: bool) -> Any:
         self._begin(key, 1)
         made = self._made[key].result()
-        grammar = made.pop() if len(made) > 1 else made[0].copy()
-        grammar.maybe_init_reasoning(require_reasoning)
+        grammar = made.pop() if len(made) > 1 else grammars.copy_grammar(made[0])
+        grammars.begin_reasoning(grammar, require_reasoning)
         return grammar
 
     def _lookup(self, key: Key, require_reasoning: bool) -> tuple[Any, bool]:
@@ -149,7 +112,7 @@ class CompiledGrammars:
             return held, not compiling
         if not compiling:
             return self._take(key, require_reasoning), True
-        if not self._backend.cache.get(key):
+        if not grammars.get_cached(self._backend, key):
             return self._await(key, require_reasoning), False
         done = Future()
         done.set_result(self._sglang_lookup(key, require_reasoning)[0])
@@ -157,9 +120,9 @@ class CompiledGrammars:
 
     def _await(self, key: Key, require_reasoning: bool) -> Future:
         """A grammar for one request, when it is compiled: once, however often requests that wait for it come and go."""
-        executor, own = self._backend.executor, Future()
+        own = Future()
         if key not in self._awaited:
-            self._awaited[key] = executor.submit(self._make, key, 0)
+            self._awaited[key] = grammars.submit(self._backend, self._make, key, 0)
             if len(self._awaited) > MAX_AWAITED:
                 del self._awaited[next(iter(self._awaited))]
         common = self._awaited[key]
@@ -168,11 +131,11 @@ class CompiledGrammars:
             if not own.set_running_or_notify_cancel():
                 return
             try:
-                grammar = common.result()[0].copy()
-                grammar.maybe_init_reasoning(require_reasoning)
+                grammar = grammars.copy_grammar(common.result()[0])
+                grammars.begin_reasoning(grammar, require_reasoning)
                 own.set_result(grammar)
             except Exception as error:
                 own.set_exception(error)
 
-        common.add_done_callback(lambda _: executor.submit(give))  # a copy may take as long as the first
+        common.add_done_callback(lambda _: grammars.submit(self._backend, give))  # a copy may take as long as the first
         return own

@@ -26,8 +26,7 @@ from sglang_pat.switch import plan
 from sglang_pat.switch.transfer import synchronize, upload
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
+    from sglang_pat.host.kv import KvBuffers
     from sglang_pat.rank.layouts import Layouts
 
 
@@ -298,8 +297,8 @@ def reserve(layouts: Layouts, staging: Staging, new: ParallelLayout, tokens: int
     Raises:
         OSError, RuntimeError: there is not enough memory.
     """
-    old, pool = layouts.layout, layouts.current.kv_pool
-    held = tokens * (pool.k_buffer[0][0].nbytes + pool.v_buffer[0][0].nbytes)
+    old = layouts.layout
+    held = tokens * layouts.current.kv.slot_bytes
     # When tp is raised what a rank keeps stays where it is; else some of it goes through the window as well.
     out = into = held - held * old.tp // new.tp if new.tp > old.tp else held
     if new.stride > old.stride:  # from lent ranks to those that work
@@ -329,7 +328,7 @@ def prepare(
     Raises:
         OSError, RuntimeError: there is no memory to put KV through.
     """
-    old, groups = layouts.layout, layouts.runner.groups
+    old, groups = layouts.layout, layouts.groups
     gather = layouts.config.kv_exchange == "allgather" and old.tp != new.tp  # PAT lends nothing
     # The larger group by all ranks, also those that have nothing to move.
     group, members = groups.get_larger_group(old, new) if gather else groups.exchange_group(old, new)
@@ -345,8 +344,8 @@ def prepare(
         rows=rows,
         requests=requests,
     )
-    exchange, source = plan.plan_exchange(move, gather), layouts.current.kv_pool
-    sample, dim = source.k_buffer[0], source.head_dim + source.v_head_dim
+    exchange, source = plan.plan_exchange(move, gather), layouts.current.kv
+    sample, dim = source.k[0], sum(source.dims)
     elements, staying = exchange.count_elements(dim), exchange.moving * exchange.heads * dim
     if gather:
         carrier = AllGather(group, elements, staying, exchange.most * exchange.heads * dim, sample)
@@ -354,7 +353,7 @@ def prepare(
         carrier = DirectTransfer(group, layouts.windows, members, elements, staying, sample.dtype)
     else:
         carrier = AllToAll(group, staging, elements, staying, sample.dtype)
-    return KvExchange(source, layouts[new].kv_pool, exchange, carrier)
+    return KvExchange(source, layouts[new].kv, exchange, carrier)
 
 
 class KvExchange:
@@ -362,19 +361,19 @@ class KvExchange:
 
     def __init__(
         self,
-        source: MHATokenToKVPool,
-        target: MHATokenToKVPool,
+        source: KvBuffers,
+        target: KvBuffers,
         exchange: plan.ExchangePlan,
         carrier: DirectTransfer | AllToAll | AllGather,
     ) -> None:
         self._plan, self._carrier = exchange, carrier
         self._source, self._target = source, target
-        sample = source.k_buffer[0]
+        sample = source.k[0]
         self._recv_slots = upload(exchange.recv_slots, torch.int64, sample.device)
         send_slots = upload(exchange.send_slots, torch.int64, sample.device)
         self._sends = Parts(send_slots, exchange.send_offsets, exchange.send_heads, exchange.heads)
         self._receives: dict[tuple[int, int], Parts] = {}
-        self.bytes_sent = carrier.sent * sample.dtype.itemsize * source.layer_num
+        self.bytes_sent = carrier.sent * sample.dtype.itemsize * source.num_layers
         """To other ranks, all layers."""
         self.place = exchange.place
         """Slot of the new pool view for each slot of the plan, int64 ``[total + 1]``."""
@@ -385,7 +384,7 @@ class KvExchange:
         A layer is packed while the one before travels.  With an ``error``, given or met, this rank only keeps taking
         part in the collectives, so that nobody waits for it.
         """
-        layers = self._source.layer_num
+        layers = self._source.num_layers
 
         def attempt(step: Callable[..., None], *args: Any, always: bool = False) -> None:
             nonlocal error
@@ -407,11 +406,11 @@ class KvExchange:
         return error
 
     def _pack(self, layer: int) -> None:
-        pools = self._source.k_buffer[layer], self._source.v_buffer[layer]
+        pools = self._source.k[layer], self._source.v[layer]
         self._sends.pack(*pools, self._carrier.get_outgoing(layer))
 
     def _unpack(self, layer: int) -> None:
-        pools = self._target.k_buffer[layer], self._target.v_buffer[layer]
+        pools = self._target.k[layer], self._target.v[layer]
         for piece in self._carrier.get_incoming(layer):
             key = piece.first, piece.last
             if key not in self._receives:  # every layer comes in the same pieces

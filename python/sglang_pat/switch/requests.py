@@ -1,97 +1,51 @@
-"""The requests of a group across a switch: taken out of SGLang's loop, offered to the new groups, and rebuilt there.
+"""The requests of a group across a switch: found with their KV, offered to the new groups, and rebuilt there.
 
 In this order below.  A request travels as a capsule (:class:`Capsule`): the tokenized request as it came in, plus
-everything that has happened to it since.  The contract test knows every attribute of SGLang's ``Req``, and which of
-them the receiving rank makes anew: one that is neither among them nor in :data:`CARRIED` fails there by name.
+everything that has happened to it since.  What that is of SGLang's ``Req`` is in ``host/requests.py``.
 """
 
 from __future__ import annotations
 
-import copy
 import pickle
-import re
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_pat.host import grammars, kv, loop, tree
+from sglang_pat.host import requests as host
+from sglang_pat.host.requests import Req
 from sglang_pat.layout import ParallelLayout, needs_capsules
 from sglang_pat.messages import NO_KV, Grammar
 from sglang_pat.rank.degrees import Degrees
-from sglang_pat.switch import grammars, plan
-from sglang_pat.switch.transfer import download, upload
+from sglang_pat.switch import plan
+from sglang_pat.switch.grammars import list_needed_grammars
+from sglang_pat.switch.transfer import download
 
 if TYPE_CHECKING:
     from sglang_pat.switch.scheduler import SwitchingScheduler
 
 
-# -- out of SGLang's loop ---------------------------------------------------------------------------------
-
-
-def drain(scheduler: SwitchingScheduler) -> None:
-    """Finish the step in flight and leave all decoding requests in ``running_batch``.
-
-    Keeps everything valid, so that an aborted switch just goes on.
-    """
-    while scheduler.enable_overlap and scheduler.result_queue:
-        scheduler.process_batch_result(*scheduler.result_queue.popleft())
-    last = scheduler.last_batch
-    if last is not None and last.forward_mode.is_extend():
-        last.filter_batch(chunked_req_to_exclude=[r for r in (scheduler.chunked_req, last.chunked_req) if r])
-        if not last.is_empty():
-            if scheduler.running_batch.is_empty():
-                scheduler.running_batch = last
-            else:
-                scheduler.running_batch.merge_batch(last)
-    scheduler.last_batch = scheduler.cur_batch = None
-    scheduler.running_batch.filter_batch()
-    # SGLang looks for room again where its own code shrinks this batch, and never again if it is empty.
-    scheduler.running_batch.batch_is_full = False
-    while scheduler.return_health_check_ipcs:
-        scheduler.maybe_send_health_check_signal()
-
-
-def drop_ended_batch(scheduler: SwitchingScheduler) -> None:
-    """Let go of the requests in a batch if all have ended in the last step.
-
-    They have been answered, and SGLang would count them up to its next turn: what is to come when nothing runs would
-    fail before.
-    """
-    batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
-    if any(batch.reqs for batch in batches) and all(req.finished() for batch in batches for req in batch.reqs):
-        drain(scheduler)
+# -- those of a group ----------------------------------------------------------------------------------
 
 
 def is_engine_idle(scheduler: SwitchingScheduler) -> bool:
     """Whether no rank of the engine has a request; all of them call this."""
-    idle = torch.tensor([int(scheduler.is_fully_idle())])
-    dist.all_reduce(idle, dist.ReduceOp.MIN, group=scheduler.layouts.runner.groups.world)
+    idle = torch.tensor([int(loop.is_idle(scheduler))])
+    dist.all_reduce(idle, dist.ReduceOp.MIN, group=scheduler.layouts.groups.world)
     return bool(idle.item())
 
 
-def list_requests(scheduler: SwitchingScheduler) -> tuple[list[Req], list[Req]]:
-    """``(decoding, waiting)`` after :func:`drain`; a half-prefilled request counts as waiting."""
-    chunked = [scheduler.chunked_req] if scheduler.chunked_req is not None else []
-    waiting = chunked + scheduler.waiting_queue + scheduler.grammar_manager.grammar_queue
-    return list(scheduler.running_batch.reqs), waiting
-
-
 def split_by_kv(scheduler: SwitchingScheduler) -> tuple[list[Req], list[Req], list[np.ndarray]]:
-    """``(live, waiting, rows)`` after :func:`drain`: requests that have KV, those that decode first; the others.
+    """``(live, waiting, rows)`` after a drain: requests that have KV, those that decode first; the others.
 
     ``rows``: KV slots of the tokens of each live one, int64 ``[tokens]``; the last token has none yet.  Of those that
     do not decode some may have fewer: only some pieces of a prompt are computed, or some KV was evicted.
     """
-    decoding, waiting = list_requests(scheduler)
+    decoding, waiting = loop.list_requests(scheduler)
     parked = _list_parked(scheduler)
     there = {id(req) for req, _ in parked}
     rows = read_kv_rows(scheduler, decoding, [slots for _, slots in parked])
@@ -100,13 +54,12 @@ def split_by_kv(scheduler: SwitchingScheduler) -> tuple[list[Req], list[Req], li
 
 def list_decoded_waiting(scheduler: SwitchingScheduler) -> list[Req]:
     """Those that decoded and wait now: parked by a switch, or retracted."""
-    return [req for req in scheduler.waiting_queue if req.output_ids]
+    return [req for req in loop.list_queued(scheduler) if host.get_output(req)]
 
 
 def can_keep_pieces(scheduler: SwitchingScheduler) -> bool:
     """Whether what is computed of a prompt goes over: KV moves, and there is a tree to wait in."""
-    tree = scheduler.tree_cache
-    return scheduler.adaptive.kv != "recompute" and not (tree.is_chunk_cache() or tree.disable)
+    return scheduler.adaptive.kv != "recompute" and tree.keeps_kv(scheduler)
 
 
 def _list_parked(scheduler: SwitchingScheduler) -> list[tuple[Req, torch.Tensor]]:
@@ -117,39 +70,22 @@ def _list_parked(scheduler: SwitchingScheduler) -> list[tuple[Req, torch.Tensor]
     one that has retracted all requests promises that no KV is in use, so that weights can be updated and the tree
     emptied.
     """
-    tree = scheduler.tree_cache
-    if tree.is_chunk_cache() or tree.disable:
+    if not tree.keeps_kv(scheduler):
         return []
-    chunked = scheduler.chunked_req
     waiting = [] if scheduler._paused_by_client else list_decoded_waiting(scheduler)
-    waiting += [req for req in scheduler.waiting_queue if req.extend_batch_idx and not req.output_ids]
+    waiting += [req for req in loop.list_queued(scheduler) if host.is_in_pieces(req)]
     found: list[tuple[Req, torch.Tensor]] = []
     for req in waiting:
-        if len(slots := find_kv_in_tree(scheduler, req)):
+        if len(slots := tree.find_kv(scheduler, req)):
             found.append((req, slots))
-    if chunked is not None:
-        table = scheduler.req_to_token_pool.req_to_token
-        found.append((chunked, table[chunked.req_pool_idx, : chunked.kv_committed_len]))
+    if (chunked := loop.get_chunked(scheduler)) is not None:
+        found.append((chunked, kv.read_line(scheduler, chunked)))
     return found
-
-
-def find_kv_in_tree(scheduler: SwitchingScheduler, req: Req) -> torch.Tensor:
-    """Slots of the first tokens of ``req`` that the radix tree has, of all but its last one, ``[tokens]``."""
-    tree = scheduler.tree_cache
-    if tree.is_chunk_cache() or tree.disable:
-        return torch.empty(0, dtype=torch.int64)
-    key = RadixKey((req.origin_input_ids + req.output_ids)[:-1], req.extra_key)
-    return tree.match_prefix(MatchPrefixParams(key=key)).device_indices
 
 
 def read_kv_rows(scheduler: SwitchingScheduler, decoding: list[Req], parked: list[torch.Tensor]) -> list[np.ndarray]:
     """KV slots of the tokens of each, int64 ``[tokens]``; one read of the device for each of the two."""
-    rows: list[np.ndarray] = []
-    if decoding:
-        lengths = [req.kv_committed_len for req in decoding]
-        places = upload([req.req_pool_idx for req in decoding], torch.int64, scheduler.device)
-        table = download(scheduler.req_to_token_pool.req_to_token[places, : max(lengths)])
-        rows += [row[:length].astype(np.int64) for row, length in zip(table, lengths, strict=True)]
+    rows = kv.read_rows(scheduler, decoding) if decoding else []
     if parked:
         ends = np.cumsum([len(slots) for slots in parked])
         rows += np.split(download(torch.cat(parked)).astype(np.int64), ends[:-1])
@@ -158,57 +94,20 @@ def read_kv_rows(scheduler: SwitchingScheduler, decoding: list[Req], parked: lis
 
 def recompute_all(scheduler: SwitchingScheduler) -> None:
     """Send every request back to the queue as tokens, and empty the pools: their KV may have been overwritten."""
-    decoding, waiting = list_requests(scheduler)
-    for req in decoding + ([scheduler.chunked_req] if scheduler.chunked_req is not None else []):
-        req.req_pool_idx = None
-        req.reset_for_retract()
-        drop_piece_logprobs(req)
-    grammar_queue = scheduler.grammar_manager.grammar_queue
+    decoding, waiting = loop.list_requests(scheduler)
+    for req in decoding + ([chunked] if (chunked := loop.get_chunked(scheduler)) is not None else []):
+        host.start_anew(req)
+    compiling = loop.list_compiling(scheduler)
     scheduler.clear_pools()
-    scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
-    scheduler.chunked_req, scheduler._chunked_req_scheduled_last_iter = None, False
-    scheduler.waiting_queue = decoding + [req for req in waiting if req not in grammar_queue]
-
-
-def check_sums(scheduler: SwitchingScheduler) -> None:
-    """Raise ``RuntimeError`` naming all terms if KV slots or request slots do not add up."""
-    reqs = scheduler.running_batch.reqs
-    held = sum(req.kv_allocated_len - req.cache_protected_len for req in reqs)
-    leak, message = scheduler._check_full_pool(scheduler.get_pool_stats(), uncached=held)
-    if leak:
-        raise RuntimeError(f"KV slots do not add up after the switch: {message}")
-    free, used, size = scheduler.req_to_token_pool.available_size(), len(reqs), scheduler.req_to_token_pool.size
-    if free + used != size:
-        raise RuntimeError(f"request slots do not add up after the switch: {free=} + {used=} != {size=}")
+    loop.set_requests(scheduler, decoding + [req for req in waiting if req not in compiling])
 
 
 # -- one request, as a capsule -------------------------------------------------------------------------
 
-CARRIED = (
-    "output_ids decoded_text surr_offset read_offset cur_decode_ids_len send_token_offset send_decode_id_offset "
-    "send_output_token_logprobs_offset input_logprob_sent input_token_logprobs_val input_token_logprobs_idx "
-    "input_top_logprobs_val input_top_logprobs_idx input_token_ids_logprobs_val input_token_ids_logprobs_idx "
-    "output_token_logprobs_val output_token_logprobs_idx output_top_logprobs_val "
-    "output_top_logprobs_idx output_token_ids_logprobs_val output_token_ids_logprobs_idx hidden_states customized_info "
-    "cached_tokens cached_tokens_device cached_tokens_host cached_tokens_storage "
-    "_cache_breakdown_computed retraction_count is_retracted retracted_stain to_finish finished_reason finished_len "
-    "finished_output reasoning_tokens _is_reasoning_over return_logprob logprob_start_len origin_input_ids "
-    "extend_batch_idx decode_batch_idx grammar_wait_ct temp_scaled_logprobs top_p_normalized_logprobs "
-    "has_log_time_stats "
-    # of the pieces of a prompt that have been computed
-    "input_token_logprobs temp_input_top_logprobs_val temp_input_top_logprobs_idx "
-    "temp_input_token_ids_logprobs_val temp_input_token_ids_logprobs_idx"
-).split()
-"""Attributes that go over as they are."""
-
-LOGPROBS = tuple(name for name in CARRIED if re.fullmatch("(in|out)put_.*logprobs_(val|idx)", name))
-"""Lists with an entry for each token where logprobs are asked for.  SGLang sends each entry to the client once, a
-stretch of some tokens at a time, and does not look at it again: what was sent does not go over."""
-
 
 @dataclass(frozen=True, slots=True)
 class UnsentLogprobs:
-    """One of :data:`LOGPROBS`: how many of its entries were sent, and the others."""
+    """One list of logprobs: how many of its entries were sent, which do not go over, and the others."""
 
     sent: int
     entries: list[Any]
@@ -221,9 +120,10 @@ class Capsule:
     Attributes:
         sealed: the tokenized request as the TokenizerManager sent it, and its prompt (:func:`pickle_request`).
         output: token ids, unsigned 32 bit.  As an array: pickling a list takes a step for each token.
-        state: values of :data:`CARRIED`, but ``output_ids``; those of :data:`LOGPROBS` that are not empty as
+        state: SGLang's state of it, but for its output; lists of logprobs that are not empty as
             :class:`UnsentLogprobs`.
         times: numeric fields of SGLang's time stats (seconds of this machine's clock).
+        ending: it ends with its next step, for it was aborted.
         compiling: it waits for its grammar; ``constrained``: it has one, which may be to come.
         degrees: which TP degree generated which of its tokens.
     """
@@ -232,6 +132,7 @@ class Capsule:
     output: array
     state: dict[str, Any]
     times: dict[str, float]
+    ending: bool
     compiling: bool
     constrained: bool
     degrees: Degrees
@@ -243,61 +144,38 @@ def pickle_request(req: Req) -> bytes:
     ``req.pat_request`` and ``req.pat_prompt`` were attached by the adaptive scheduler when the request came in.
     """
     if req.pat_sealed is None:
-        request = copy.copy(req.pat_request)
-        request.input_ids = None  # the prompt has them
-        req.pat_sealed = pickle.dumps((request, req.pat_prompt), pickle.HIGHEST_PROTOCOL)
+        req.pat_sealed = host.seal(req.pat_request, req.pat_prompt)
     return req.pat_sealed
-
-
-def unpickle_request(sealed: bytes) -> tuple[TokenizedGenerateReqInput, array]:
-    """The request as it came in, and its prompt's token ids (unsigned 32 bit)."""
-    request, prompt = pickle.loads(sealed)
-    request.input_ids = prompt.tolist()
-    return request, prompt
 
 
 def serialize_request(req: Req) -> Capsule:
     """The capsule of ``req``, which is not touched but for its seal."""
-    # SGLang sets some attributes on first use only.
-    state = {name: getattr(req, name) for name in CARRIED if hasattr(req, name)}
-    output = array("I", state.pop("output_ids"))
-    for name in LOGPROBS:
+    output, state = host.read_state(req, req.pat_request)
+    for name in host.LOGPROBS:
         if entries := state.get(name):
-            state[name] = _take_unsent(req, name, entries)
-    if req.origin_input_ids is req.pat_request.input_ids:
-        del state["origin_input_ids"]
-    times = {
-        field.name: value
-        for field in fields(req.time_stats)
-        if isinstance(value := getattr(req.time_stats, field.name), (int, float))
-    }
-    compiling, constrained = grammars.is_compiling(req), req.grammar is not None
-    return Capsule(pickle_request(req), output, state, times, compiling, constrained, req.pat_degrees)
-
-
-def _take_unsent(req: Req, name: str, entries: list[Any]) -> UnsentLogprobs:
-    if name.startswith("input_"):
-        sent = len(entries) if req.input_logprob_sent else 0
-    else:
-        # SGLang's count is at least one, also after an output without tokens.
-        sent = min(req.send_output_token_logprobs_offset, len(entries))
-    return UnsentLogprobs(sent, entries[sent:])
+            sent = host.count_sent_logprobs(req, name, len(entries))
+            state[name] = UnsentLogprobs(sent, entries[sent:])
+    return Capsule(
+        sealed=pickle_request(req),
+        output=output,
+        state=state,
+        times=host.read_times(req),
+        ending=host.get_pending_end(req) is not None,
+        compiling=grammars.is_compiling(req),
+        constrained=grammars.get_grammar(req) is not None,
+        degrees=req.pat_degrees,
+    )
 
 
 def restore_state(req: Req, capsule: Capsule) -> None:
     """Give a fresh ``Req`` (made from what ``capsule`` seals) the state it had before the switch."""
-    req.output_ids = capsule.output.tolist()
-    for name, value in capsule.state.items():
+    state = {
         # The others keep their places, by which SGLang finds them.
-        setattr(req, name, [None] * value.sent + value.entries if isinstance(value, UnsentLogprobs) else value)
-    for name, value in capsule.times.items():
-        setattr(req.time_stats, name, value)
+        name: [None] * value.sent + value.entries if isinstance(value, UnsentLogprobs) else value
+        for name, value in capsule.state.items()
+    }
+    host.write_state(req, capsule.output, state, capsule.times)
     req.pat_degrees = capsule.degrees
-    if req.surr_offset is not None:
-        # SGLang keeps this list beside its parts; rebuilt instead of sent twice.
-        req.surr_and_decode_ids = (
-            list(req.origin_input_ids_unpadded[req.surr_offset :]) + req.output_ids[: req.cur_decode_ids_len]
-        )
 
 
 def rebuild_request(scheduler: SwitchingScheduler, capsule: Capsule, held_grammar: Any | None = None) -> Req:
@@ -305,42 +183,19 @@ def rebuild_request(scheduler: SwitchingScheduler, capsule: Capsule, held_gramma
 
     ``held_grammar``: its grammar as it stands, or the future one, if it was here before.
     """
-    given, prompt = unpickle_request(capsule.sealed)
+    given, prompt = host.unseal(capsule.sealed)
     # In the queue an abort takes the grammar away; one that runs keeps it, on all ranks of its group or on none.
-    given_up = capsule.state.get("to_finish") is not None and not capsule.constrained
+    given_up = capsule.ending and not capsule.constrained
     with scheduler.grammars.use_for_rebuild(held_grammar, capsule.compiling, given_up):
         req = scheduler.construct(given, prompt, capsule.sealed)
     if held_grammar is not None:
-        req.grammar = held_grammar  # also one that no text asks for (strict thinking)
-    refused = req.to_finish
+        grammars.set_grammar(req, held_grammar)  # also one that no text asks for (strict thinking)
+    refused = host.get_pending_end(req)
     restore_state(req, capsule)
-    if refused is not None and req.to_finish is None:
+    if refused is not None and host.get_pending_end(req) is None:
         # Its grammar turned out not to compile.
-        req.set_finish_with_abort(refused.message)
+        host.abort(req, refused)
     return req
-
-
-def drop_piece_logprobs(req: Req) -> None:
-    """Of a prompt whose pieces are computed again: SGLang (0.5.12) forgets some of their logprobs and keeps others."""
-    req.temp_input_top_logprobs_val = req.temp_input_top_logprobs_idx = None
-    req.temp_input_token_ids_logprobs_val = req.temp_input_token_ids_logprobs_idx = None
-
-
-@contextmanager
-def keep_piece_logprobs(waiting: list[Req]) -> Iterator[None]:
-    """Inside, SGLang makes a batch of some of ``waiting``.
-
-    It takes no KV from the tree of tokens whose logprobs are asked for, and computes both.  Of a prompt in pieces that
-    a switch has brought the logprobs are there.
-    """
-    begun = [(req, req.logprob_start_len) for req in waiting if req.input_token_logprobs]
-    for req, start in begun:
-        req.logprob_start_len = start + len(req.input_token_logprobs)
-    try:
-        yield
-    finally:
-        for req, start in begun:
-            req.logprob_start_len = start
 
 
 # -- from the old groups to the new ones ----------------------------------------------------------------
@@ -360,7 +215,7 @@ class GroupOffer:
         fence: what its next output would have carried as a fence.
         weight_version: number of weight updates this rank has applied.
         entered: when each request came into the queue, by the leader's clock; live ones first.
-        taken: what ranks of a new group take over from their leader (``install.COUNTERS``).
+        taken: what ranks of a new group take over from their leader (``loop.COUNTERS``).
     """
 
     live: list[plan.LiveRequest] = field(default_factory=list)
@@ -401,8 +256,8 @@ class IncomingRequests:
     @property
     def recomputed(self) -> list[Req]:
         """Requests that decoded and lost their KV."""
-        parked = {req.rid for req, _, _ in self.parked}
-        return [req for req in self.waiting if req.output_ids and req.rid not in parked]
+        parked = {host.get_name(req) for req, _, _ in self.parked}
+        return [req for req in self.waiting if host.get_output(req) and host.get_name(req) not in parked]
 
 
 def compute_least_moved(scheduler: SwitchingScheduler, recompute_below: int) -> int:
@@ -419,12 +274,12 @@ GROWTH = 16
 
 def count_tokens_to_move(scheduler: SwitchingScheduler, recompute_below: int = 0) -> int:
     """KV tokens, about, that a switch would move if it came now; ``recompute_below``: of the command."""
-    lengths = [req.kv_committed_len + GROWTH for req in scheduler.running_batch.reqs]
-    lengths += [req.seqlen for req in list_decoded_waiting(scheduler)]
+    lengths = [kv.count_kv(req) + GROWTH for req in loop.list_running(scheduler)]
+    lengths += [host.count_tokens(req) for req in list_decoded_waiting(scheduler)]
     least = compute_least_moved(scheduler, recompute_below)
     tokens = sum(length for length in lengths if length >= least)
-    if (prompt := scheduler.chunked_req) is not None and least != NO_KV and can_keep_pieces(scheduler):
-        tokens += min(prompt.kv_committed_len + (scheduler.chunked_prefill_size or 0), prompt.seqlen)
+    if (prompt := loop.get_chunked(scheduler)) is not None and least != NO_KV and can_keep_pieces(scheduler):
+        tokens += min(kv.count_kv(prompt) + loop.get_chunk_size(scheduler), host.count_tokens(prompt))
     return tokens
 
 
@@ -436,10 +291,10 @@ def seal_requests(scheduler: SwitchingScheduler, new: ParallelLayout) -> list[Gr
     """
     if not scheduler.is_leader or not needs_capsules(scheduler.layouts.layout, new):
         return []
-    reqs = scheduler.running_batch.reqs + scheduler.waiting_queue
+    reqs = loop.list_running(scheduler) + loop.list_queued(scheduler)
     for req in reqs:
         pickle_request(req)
-    return grammars.list_needed_grammars(reqs)
+    return list_needed_grammars(reqs)
 
 
 def make_offer(
@@ -460,9 +315,12 @@ def make_offer(
     layouts = scheduler.layouts
     old = layouts.layout
     own = old.group_of(scheduler.rank)
-    complete = [bool(req.output_ids) and len(row) == req.seqlen - 1 for req, row in zip(live, rows, strict=True)]
-    lengths = [len(row) if done else req.seqlen for req, row, done in zip(live, rows, complete, strict=True)]
-    lengths += [req.seqlen for req in waiting]
+    tokens = [host.count_tokens(req) for req in live + waiting]
+    complete = [
+        bool(host.get_output(req)) and len(row) == length - 1
+        for req, row, length in zip(live, rows, tokens[: len(live)], strict=True)
+    ]
+    lengths = [length - done for length, done in zip(tokens, complete + [False] * len(waiting), strict=True)]
     least = compute_least_moved(scheduler, recompute_below)
     of_pieces = least if least == NO_KV else 0
     rows = [
@@ -470,7 +328,7 @@ def make_offer(
     ]
     dests = plan.choose_destinations(old, new, own, lengths)
     live_dest = dests[: len(live)]
-    shared = plan.find_shared_prefixes(rows, live_dest, layouts.current.kv_pool.size + 1)
+    shared = plan.find_shared_prefixes(rows, live_dest, layouts.current.capacity + 1)
     planned = [
         plan.LiveRequest(len(row), *pair, dest, done)
         for row, pair, dest, done in zip(rows, shared, live_dest, complete, strict=True)
@@ -490,7 +348,7 @@ def make_offer(
         output.sent,
         output.fence,
         layouts.weight_version,
-        [req.time_stats.wait_queue_entry_time for req in live + waiting],
+        [host.get_entry_time(req) for req in live + waiting],
     )
     return offer, capsules
 
@@ -511,7 +369,7 @@ def send_capsules(
     comes = plan.list_capsule_sizes(old, new, rank, {source: offer.capsules for source, offer in offers.items()})
     outgoing = torch.from_numpy(np.frombuffer(bytearray().join(sends), dtype=np.uint8))
     received = torch.empty(sum(comes), dtype=torch.uint8)
-    world = scheduler.layouts.runner.groups.world
+    world = scheduler.layouts.groups.world
     dist.all_to_all_single(received, outgoing, comes, [len(data) for data in sends], group=world)
     parts = torch.split(received, comes)
     return {source: parts[old.leaders[source]].numpy().tobytes() for source in offers if comes[old.leaders[source]]}
@@ -522,12 +380,10 @@ def plan_groups(
 ) -> dict[int, plan.GroupPlan]:
     """The plan of every new group that a member of this rank's exchange group will belong to."""
     layouts = scheduler.layouts
-    _, members = layouts.runner.groups.exchange_group(layouts.layout, new)
-    max_requests = min(scheduler.req_to_token_pool.size, scheduler.max_running_requests)
+    _, members = layouts.groups.exchange_group(layouts.layout, new)
     sources = {group: offer.live for group, offer in offers.items()}
-    tree, capacity = scheduler.tree_cache, layouts[new].allocator.size
-    keep = not (tree.is_chunk_cache() or tree.disable)
-    return {g: plan.plan_group(g, sources, max_requests, capacity, keep) for g in {new.group_of(m) for m in members}}
+    most, capacity, keep = kv.count_lines(scheduler), layouts[new].capacity, tree.keeps_kv(scheduler)
+    return {g: plan.plan_group(g, sources, most, capacity, keep) for g in {new.group_of(m) for m in members}}
 
 
 def rebuild_requests(
@@ -554,7 +410,7 @@ def rebuild_requests(
         if group == own:
             dests = [live.dest for live in offer.live] + offer.waiting
             coming = iter([req for req, dest in zip(held, dests, strict=True) if dest == mine])
-            incoming.entered = {req.rid: at for req, at in zip(held, offer.entered, strict=True)}
+            incoming.entered = {host.get_name(req): at for req, at in zip(held, offer.entered, strict=True)}
         else:
             coming = iter(pickle.loads(capsules[group]) if group in capsules else ())
         planned = zip(offer.live, group_plan.rows[group], group_plan.decodes[group], strict=True)
@@ -562,7 +418,7 @@ def rebuild_requests(
             if live.dest != mine:
                 continue
             req = next(coming)
-            goes_on = decodes and isinstance(req, Req) and req.req_pool_idx is not None
+            goes_on = decodes and isinstance(req, Req) and kv.has_line(req)
             if not goes_on:
                 req = _rebuild_one(scheduler, req)
             if not decodes:
@@ -579,7 +435,7 @@ def rebuild_requests(
 def _rebuild_one(scheduler: SwitchingScheduler, one: Capsule | Req) -> Req:
     if not isinstance(one, Req):
         req = rebuild_request(scheduler, one)
-        if req.grammar is not None and not one.compiling:
-            grammars.replay(req.grammar, req.output_ids)
+        if (grammar := grammars.get_grammar(req)) is not None and not one.compiling:
+            grammars.replay(grammar, host.get_output(req))
         return req
-    return rebuild_request(scheduler, serialize_request(one), held_grammar=one.grammar)
+    return rebuild_request(scheduler, serialize_request(one), held_grammar=grammars.get_grammar(one))

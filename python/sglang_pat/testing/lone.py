@@ -14,8 +14,8 @@ from sglang.srt.distributed.parallel_state import GroupCoordinator, init_model_p
 from sglang.srt.layers.dp_attention import initialize_dp_attention
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-from sglang_pat.rank.runner import SINGLE_GLOBALS, TP_GLOBALS
-from sglang_pat.rank.weights import build_model
+from sglang_pat.host.groups import set_global_groups
+from sglang_pat.host.layers import build_model
 
 
 class LoneGroup(GroupCoordinator):
@@ -52,11 +52,7 @@ class LoneRank:
 
     def install(self, tp: int, tp_rank: int) -> None:
         """Be TP rank ``tp_rank`` of degree ``tp``."""
-        group = LoneGroup(self._single, tp, tp_rank)
-        for name in SINGLE_GLOBALS:
-            setattr(parallel_state, name, self._single)
-        for name in TP_GLOBALS:
-            setattr(parallel_state, name, group)
+        set_global_groups(LoneGroup(self._single, tp, tp_rank), self._single)
 
     def make_model(self, tp: int, tp_rank: int) -> torch.nn.Module:
         """SGLang's model of this rank at degree ``tp``; its parameters hold no memory."""

@@ -193,7 +193,7 @@ def serve(number: int) -> None:
     """
     import setproctitle
 
-    setproctitle.getproctitle()  # see launch/preload.py
+    setproctitle.getproctitle()  # see preload.py
     channel = socket.socket(fileno=number)
     os.set_inheritable(number, False)
     os.dup2(2, 1)  # what is imported may print
@@ -232,7 +232,7 @@ def _import_all() -> None:
 
     shim.ensure()
     with mock.patch.object(processes, "warm_up_fork_server", lambda: None):  # each program forks its own fork server
-        import sglang_pat.launch.preload  # noqa: F401
+        import sglang_pat.preload  # noqa: F401
 
 
 def become(files: list[int], module: str, argv: list[str], env: dict[str, str]) -> None:

@@ -16,6 +16,8 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe, fused_moe_triton_kernels
 from sglang.srt.server_args import ServerArgs
 
+from sglang_pat.host.assign import assign
+
 
 def force_float32(args: ServerArgs) -> None:
     """In float32 on a GPU have everything computed in it; to be called before a model is built or a kernel compiled.
@@ -27,8 +29,8 @@ def force_float32(args: ServerArgs) -> None:
     - Images with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 have torch multiply in TF32 as well.
     """
     if args.device == "cuda" and args.dtype in ("float32", "float"):
-        RMSNorm.forward_cuda = RMSNorm.forward_native
-        fused_moe.invoke_fused_moe_kernel = _multiply_by_experts
+        assign(RMSNorm, forward_cuda=RMSNorm.forward_native)
+        assign(fused_moe, invoke_fused_moe_kernel=_multiply_by_experts)
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
         torch.set_float32_matmul_precision("highest")
 

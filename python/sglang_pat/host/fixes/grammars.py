@@ -18,7 +18,8 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from sglang_pat.coordinator.controls import MAX_MESSAGE
+from sglang_pat.host.assign import assign
+from sglang_pat.host.controls import MAX_MESSAGE
 
 
 class GuardedGrammar:
@@ -40,14 +41,14 @@ class GuardedGrammar:
 def guard(info: SamplingBatchInfo) -> None:
     """Put a :class:`GuardedGrammar` before every grammar of the batch, for one step."""
     if info.grammars:
-        info.grammars = [GuardedGrammar(grammar) if grammar else grammar for grammar in info.grammars]
+        assign(info, grammars=[GuardedGrammar(grammar) if grammar else grammar for grammar in info.grammars])
 
 
 def abort_failed(reqs: list[Req]) -> None:
     """Finish the requests whose grammars have failed in the step that was just run."""
     for req in reqs:
         if (error := getattr(req.grammar, "pat_failed", None)) is not None and req.to_finish is None:
-            req.to_finish = FINISH_ABORT(f"the grammar failed: {error}", HTTPStatus.BAD_REQUEST)
+            assign(req, to_finish=FINISH_ABORT(f"the grammar failed: {error}", HTTPStatus.BAD_REQUEST))
 
 
 def forget_masks(reqs: list[Req]) -> None:
@@ -59,7 +60,7 @@ def forget_masks(reqs: list[Req]) -> None:
     for req in reqs:
         grammar = getattr(req.grammar, "grammar", req.grammar)  # what a reasoning wrapper holds
         if getattr(grammar, "bitmask", None) is not None:
-            grammar.bitmask = None
+            assign(grammar, bitmask=None)
 
 
 def unmask_empty_rows(logits: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
+from sglang_pat.host.assign import assign
 from sglang_pat.rank import degrees
 
 
@@ -43,7 +44,7 @@ def drop_scores_without_tokens(reqs: list[Req]) -> None:
     """Of those that ask for no token: beside others that do, SGLang draws one, and keeps its logprob."""
     for req in reqs:
         if req.finished_len == 0 and req.return_logprob:
-            req.output_token_logprobs_val, req.output_token_logprobs_idx = [], []
+            assign(req, output_token_logprobs_val=[], output_token_logprobs_idx=[])
 
 
 def abort(abort: AbortReq, req: Req) -> None:
@@ -51,7 +52,7 @@ def abort(abort: AbortReq, req: Req) -> None:
     given: dict[str, Any] = abort.finished_reason or {}
     message = given.get("message") or abort.abort_message or "Abort in waiting queue"
     status: HTTPStatus | None = given.get("status_code")
-    req.finished_reason = FINISH_ABORT(message, status)
+    assign(req, finished_reason=FINISH_ABORT(message, status))
     req.time_stats.set_completion_time()
     degrees.end(req)
 
@@ -70,7 +71,7 @@ def keep_routed_experts() -> None:
         req.pat_experts = kept
 
     release_req.pat_mended = True
-    ScheduleBatch.release_req = release_req
+    assign(ScheduleBatch, release_req=release_req)
 
 
 def _read_experts(req: Req, pool: ReqToTokenPool) -> torch.Tensor | None:
@@ -95,7 +96,7 @@ def collect_experts(req: Req, slots: torch.Tensor) -> None:
     if rows is None and len(slots) == req.seqlen - 1:
         rows = capturer.host_cache.buffer[slots[start:].cpu()]
     if rows is not None and len(rows) == req.seqlen - 1 - start:
-        req.routed_experts = rows.int()  # as clients read it
+        assign(req, routed_experts=rows.int())  # as clients read it
 
 
 class OwnRows:
@@ -127,4 +128,4 @@ def complete_token_ids(batch: ScheduleBatch) -> None:
     """
     wanted = batch.token_ids_logprobs
     if wanted and any(ids is not None for ids in wanted):
-        batch.token_ids_logprobs = [ids or [] for ids in wanted]
+        assign(batch, token_ids_logprobs=[ids or [] for ids in wanted])

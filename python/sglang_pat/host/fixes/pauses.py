@@ -22,14 +22,12 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightFromDiskReqInput,
 )
 
-from sglang_pat.coordinator.controls import get_error
+from sglang_pat.host.controls import get_error
 from sglang_pat.host.fixes.request_lifetime import TrackingTokenizerManager, Waiters
 from sglang_pat.host.fixes.weight_updates import NOT_FLUSHED
 
 AGAIN_SECONDS = 1.0
 """A pause that aborts does so again after it, as SGLang's does."""
-CLIENT_SECONDS = 4.0
-"""Between two looks whether the client of a request at the gate is still there; SGLang's, of one that runs."""
 FLUSH_SECONDS = 0.1
 """Between two flushes, of which the first failed though nothing ran."""
 
@@ -59,14 +57,10 @@ class Gate:
 class PausingTokenizerManager(TrackingTokenizerManager):
     """One gate for requests: shut in a pause, while memory is released, and for an update of the weights."""
 
-    _pat_calibrates = False
-    """Requests other than made-up ones wait for the calibration."""
-
     def pat_init_states(self) -> None:
         super().pat_init_states()
         self._pat_at_gate = Waiters()
         """Calls, by number."""
-        self.is_pause_cond = self.model_update_lock = Gate(self._pat_wait_at_gate, self._pat_at_gate.check)
         self._pat_stopped = ""
         """The mode of the pause in which ranks make no step, while there is one."""
         self._pat_released: set[str] = set()
@@ -80,29 +74,6 @@ class PausingTokenizerManager(TrackingTokenizerManager):
 
     def _pat_is_gate_closed(self) -> bool:
         return bool(self.is_pause or self._pat_released or self._pat_updates)
-
-    async def _pat_wait_at_gate(self) -> None:
-        """Of the newest call: nobody has done anything since its parts began.
-
-        Raises:
-            ValueError: its client has left meanwhile.
-        """
-        obj, request = self._pat_newest
-        number, made_up = obj.pat_number, hasattr(obj, "pat_made_up")
-        states = [state for _, state in self._pat_parts[number]]
-
-        def passes() -> bool:
-            shut = self._pat_is_gate_closed() or (self._pat_calibrates and not made_up)
-            return not shut or all(state.finished for state in states)
-
-        while not passes():
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._pat_at_gate.wait_until(passes, number), CLIENT_SECONDS)
-            if request is not None and not obj.background and await request.is_disconnected():
-                raise ValueError("the client has left while its request waited")
-        self._pat_inside.add(number)
-        for state in states:
-            state.pat_inside = True
 
     def pat_record_request_end(self, *calls: int) -> None:
         super().pat_record_request_end()

@@ -18,6 +18,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+from sglang_pat.host.assign import assign
 from sglang_pat.switch.transfer import upload
 
 _StockPenalties = penaltylib.BatchedPenalizerOrchestrator
@@ -84,7 +85,7 @@ def list_counted_tokens(req: Req, overlap: bool, decode: bool) -> list[int]:
 
 def fix_order() -> None:
     """Have SGLang make :class:`OrderedPenalties` in this process."""
-    penaltylib.BatchedPenalizerOrchestrator = OrderedPenalties
+    assign(penaltylib, BatchedPenalizerOrchestrator=OrderedPenalties)
 
 
 def make_sampling_info(batch: ScheduleBatch, decode: bool) -> SamplingBatchInfo:
@@ -97,13 +98,13 @@ def make_sampling_info(batch: ScheduleBatch, decode: bool) -> SamplingBatchInfo:
     biases = [given.logit_bias for given in params]
     try:
         for given in params:
-            given.logit_bias = None  # SGLang writes them one by one
+            assign(given, logit_bias=None)  # SGLang writes them one by one
         info = SamplingBatchInfo.from_schedule_batch(batch, vocab)
     finally:
         for given, bias in zip(params, biases, strict=True):
-            given.logit_bias = bias
+            assign(given, logit_bias=bias)
     if any(bias is not None for bias in biases):
-        info.logit_bias = _make_logit_bias(biases, vocab, batch.device)
+        assign(info, logit_bias=_make_logit_bias(biases, vocab, batch.device))
     if info.penalizer_orchestrator.is_required:
         count_histories(
             info.penalizer_orchestrator, [list_counted_tokens(req, batch.enable_overlap, decode) for req in batch.reqs]

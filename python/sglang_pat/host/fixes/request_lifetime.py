@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import aclosing
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import BackgroundTasks
@@ -59,9 +59,10 @@ class Waiters:
 class TrackingTokenizerManager(TokenizerManager):
     """Knows of each request whether it may go to a rank, whether one has it, and whether somebody waits for it.
 
-    A *call* of ``generate_request`` has one request (*part*) for each prompt and each of its n responses.  Of each
-    part's state ``pat_inside`` says that its call has passed the gate (:mod:`~sglang_pat.host.fixes.pauses`),
-    ``pat_sent`` that a rank has it, ``pat_left`` that nobody waits for it any more: it is being aborted.
+    A *call* of ``generate_request`` (``host/tokenizer.py``) has one request (*part*) for each prompt and each of its n
+    responses.  Of each part's state ``pat_inside`` says that its call has passed the gate
+    (:mod:`~sglang_pat.host.fixes.pauses`), ``pat_sent`` that a rank has it, ``pat_left`` that nobody waits for it any
+    more: it is being aborted.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -119,28 +120,26 @@ class TrackingTokenizerManager(TokenizerManager):
         except TimeoutError:
             raise RuntimeError(f"{left()} requests were aborted, and have not ended for {LEFT_SECONDS:.0f} s") from None
 
-    async def generate_request(self, obj, request=None) -> AsyncIterator[Any]:
-        """SGLang's; at its end nothing of ``obj`` goes on.  ``obj.pat_sent`` says then whether a rank had any of it."""
+    def pat_begin_call(self, obj: Any) -> None:
+        """Somebody waits for ``obj``, until :meth:`pat_end_call`."""
         number = obj.pat_number = next(self._pat_numbers)
         obj.pat_sent = False
         obj.pat_given = obj.rid if isinstance(obj.rid, str) else ""
         self._pat_parts[number] = []
-        try:
-            async with aclosing(super().generate_request(obj, request)) as answers:
-                async for answer in answers:
-                    yield answer
-        finally:
-            parts = self._pat_parts.pop(number)
-            self._pat_inside.discard(number)
-            obj.pat_sent = any(state.pat_sent for _, state in parts)
-            for rid, state in parts:
-                self._pat_drop_request(rid, state)
-                for name in state.obj.pat_names:
-                    named = self._pat_named.get(name, {})
-                    named.pop(rid, None)
-                    if not named:
-                        self._pat_named.pop(name, None)
-            self.pat_record_request_end()
+
+    def pat_end_call(self, obj: Any) -> None:
+        """Nothing of ``obj`` goes on.  ``obj.pat_sent`` says then whether a rank had any of it."""
+        parts = self._pat_parts.pop(obj.pat_number)
+        self._pat_inside.discard(obj.pat_number)
+        obj.pat_sent = any(state.pat_sent for _, state in parts)
+        for rid, state in parts:
+            self._pat_drop_request(rid, state)
+            for name in state.obj.pat_names:
+                named = self._pat_named.get(name, {})
+                named.pop(rid, None)
+                if not named:
+                    self._pat_named.pop(name, None)
+        self.pat_record_request_end()
 
     def _pat_drop_request(self, rid: str, state: ReqState) -> None:
         """Nobody waits for it any more."""
@@ -152,12 +151,13 @@ class TrackingTokenizerManager(TokenizerManager):
         else:
             del self.rid_to_state[rid]
 
-    def _init_req_state(self, obj, request=None) -> None:
-        self._pat_newest = obj, request
+    @contextmanager
+    def pat_register_parts(self, obj: Any) -> Iterator[None]:
+        """SGLang makes the states of the parts of ``obj`` meanwhile."""
         rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
         before = [self.rid_to_state.get(rid) for rid in rids]
         try:
-            super()._init_req_state(obj, request)
+            yield
         finally:  # SGLang may refuse a batch in its middle
             for i, (rid, earlier) in enumerate(zip(rids, before, strict=True)):
                 state = self.rid_to_state.get(rid)
@@ -182,15 +182,7 @@ class TrackingTokenizerManager(TokenizerManager):
 
     # -- to the ranks, or not ---------------------------------------------------------------------
 
-    def _send_one_request(self, tokenized_obj) -> None:
-        if self._pat_may_send(tokenized_obj):
-            super()._send_one_request(tokenized_obj)
-
-    def _send_batch_request(self, tokenized_objs) -> None:
-        if going := [one for one in tokenized_objs if self._pat_may_send(one)]:
-            super()._send_batch_request(going)
-
-    def _pat_may_send(self, tokenized: Any) -> bool:
+    def pat_may_send(self, tokenized: Any) -> bool:
         """Whether it goes to a rank now: it was not aborted before."""
         state = self.rid_to_state.get(tokenized.rid)
         if state is not None:
@@ -228,10 +220,6 @@ class TrackingTokenizerManager(TokenizerManager):
         return BackgroundTasks()
 
     # -- from the ranks ---------------------------------------------------------------------------
-
-    async def _handle_batch_output(self, recv_obj: Any) -> None:
-        await super()._handle_batch_output(recv_obj)
-        self.pat_record_request_end()
 
     def _handle_abort_req(self, recv_obj: AbortReq) -> None:
         """Of a request that waits and has no tokens."""

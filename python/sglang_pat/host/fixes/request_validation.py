@@ -13,11 +13,9 @@ https://github.com/sgl-project/sglang/issues/40076 (``top_logprobs_num``), and t
 
 from __future__ import annotations
 
-import logging
 import re
 from array import array
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Annotated, Any
 
@@ -29,12 +27,8 @@ from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, TokenizedGenerateReqInput
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
-from sglang_pat.dropped import Dropped, IsolatingDispatcher
-from sglang_pat.host.fixes.pauses import PausingTokenizerManager
 from sglang_pat.host.fixes.stop_patterns import LONGEST_TEXT, MAX_OTHERS, check_patterns
 from sglang_pat.messages import GENERATED_PARAM, LIMIT_PARAM, ROUND_PARAM, ClientName
-
-logger = logging.getLogger(__name__)
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 
@@ -237,6 +231,13 @@ def check_rid(rid: Any, health: bool = False) -> None:
         raise ValueError(f"rid is {_shorten(rid)}: {HEALTH_CHECK_RID_PREFIX} and {RID_PREFIX} are the engine's")
 
 
+def drop_unknown_labels(obj: Any, args: Any) -> None:
+    """Leave out the labels of ``obj`` that no metric of an engine with these arguments has."""
+    if getattr(obj, "custom_labels", None) is not None:
+        known = args.tokenizer_metrics_allowed_custom_labels or ()
+        obj.custom_labels = {name: value for name, value in obj.custom_labels.items() if name in known} or None
+
+
 def find_route(request: Request) -> str:
     """Path of the route that ``request`` came to: without ``--fastapi-root-path``, which the server puts before it."""
     return request.scope["path"].removeprefix(request.scope.get("root_path", ""))
@@ -306,52 +307,3 @@ def check_whole(name: str, value: Any, least: int, most: float = float("inf")) -
 def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-class ValidatingTokenizerManager(PausingTokenizerManager):
-    """Refuses requests that a rank would die of, and drops what the server cannot read or handle."""
-
-    def __init__(self, server_args: Any, port_args: Any) -> None:
-        super().__init__(server_args, port_args)
-        self._result_dispatcher = IsolatingDispatcher(self._result_dispatcher, self.pat_dropped)
-
-    def init_ipc_channels(self, port_args: Any) -> None:
-        super().init_ipc_channels(port_args)
-        self.pat_dropped = Dropped(self.server_args.enable_metrics)
-
-    def pat_admit(self, obj: GenerateReqInput | EmbeddingReqInput, request: Request | None) -> None:
-        """Raises ValueError: ``obj`` is not a request that the engine takes.
-
-        Labels that no metric of this engine has are left out.
-        """
-        check_request(obj, None if request is None else find_route(request))
-        if getattr(obj, "custom_labels", None) is not None:
-            known = self.server_args.tokenizer_metrics_allowed_custom_labels or ()
-            obj.custom_labels = {name: value for name, value in obj.custom_labels.items() if name in known} or None
-
-    async def generate_request(self, obj: Any, request: Request | None = None) -> AsyncIterator[Any]:
-        """SGLang's, of a request that has been checked.
-
-        Raises:
-            ValueError: the request is not one that the engine takes; no rank has seen it.
-        """
-        try:
-            self.pat_admit(obj, request)
-            if self.pat_should_block_probe(obj):
-                await self.pat_ask_ranks()
-                return
-            async with aclosing(super().generate_request(obj, request)) as answers:
-                async for answer in answers:
-                    yield answer
-        except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError) as error:
-            # What SGLang says of values that it did not expect, while it takes a request apart.
-            if getattr(obj, "pat_sent", False):
-                raise
-            logger.debug("malformed request", exc_info=True)
-            raise ValueError(f"the request is malformed: {type(error).__name__}: {error}"[:300]) from None
-
-    def _create_tokenized_object(self, *args: Any, **kwargs: Any) -> Any:
-        tokenized = super()._create_tokenized_object(*args, **kwargs)
-        routed = self.server_args.enable_return_routed_experts
-        check_tokenized(tokenized, self.model_config.vocab_size, self.tokenizer, routed)
-        return tokenized

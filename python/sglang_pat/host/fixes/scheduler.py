@@ -1,4 +1,4 @@
-"""SGLang's scheduler with its faults mended: the base class of ours (``rank/scheduler.py``).
+"""SGLang's scheduler with its faults mended: the base class of ours (``host/scheduler.py``).
 
 Each part says what SGLang's does instead, and where that is reported (``docs/upstream/`` for what had no report).
 
@@ -22,11 +22,14 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils.watchdog import WatchdogRaw
 
-from sglang_pat.coordinator.controls import make_error_reply
 from sglang_pat.dropped import FATAL, Dropped, IsolatingDispatcher, ReadableSocket
+from sglang_pat.host import loop, tree
+from sglang_pat.host import requests as host
+from sglang_pat.host.assign import assign
+from sglang_pat.host.controls import make_error_reply
 from sglang_pat.host.fixes import float32, grammars, outputs, penalties, stop_patterns
 from sglang_pat.host.fixes.weight_updates import NOT_FLUSHED
-from sglang_pat.switch import requests
+from sglang_pat.switch.requests import is_engine_idle
 
 
 class MendedScheduler(Scheduler):
@@ -47,7 +50,7 @@ class MendedScheduler(Scheduler):
     def init_ipc_channels(self, port_args: PortArgs) -> None:
         super().init_ipc_channels(port_args)
         if self.recv_from_tokenizer is not None:
-            self.recv_from_tokenizer = ReadableSocket(self.recv_from_tokenizer, self.dropped)
+            assign(self, recv_from_tokenizer=ReadableSocket(self.recv_from_tokenizer, self.dropped))
 
     def init_request_dispatcher(self) -> None:
         super().init_request_dispatcher()
@@ -68,7 +71,7 @@ class MendedScheduler(Scheduler):
         """SGLang's watchdog counts steps, and ends a rank that makes none with requests in it; a loop that is paused
         is alive as long as it turns."""
         steps = watchdog.get_counter
-        watchdog.get_counter = lambda: (steps(), self._paused_turns)
+        assign(watchdog, get_counter=lambda: (steps(), self._paused_turns))
 
     def recv_requests(self) -> list[Any]:
         self._paused_turns += self._engine_paused
@@ -78,13 +81,13 @@ class MendedScheduler(Scheduler):
         # A pause of the mode "retract" leaves requests that wait and hold no KV.  SGLang says that the cache can be
         # flushed then, so that they go on with new weights only, and (0.5.12) refuses it while anything waits.
         waiting, compiling = self.waiting_queue, self.grammar_manager.grammar_queue
-        requests.drop_ended_batch(self)
+        loop.drop_ended_batch(self)
         if self._engine_paused and all(req.req_pool_idx is None for req in waiting):
-            self.waiting_queue, self.grammar_manager.grammar_queue = [], []
+            loop.set_waiting(self, [], [])
         try:
             return super().flush_cache(empty_cache)
         finally:
-            self.waiting_queue, self.grammar_manager.grammar_queue = waiting, compiling
+            loop.set_waiting(self, waiting, compiling)
 
     def flush_cache_after_weight_update(self, recv_req: Any) -> None:
         self._not_flushed = recv_req.flush_cache and not self.flush_cache(empty_cache=recv_req.torch_empty_cache)
@@ -94,7 +97,7 @@ class MendedScheduler(Scheduler):
         self._not_flushed = False
         answer = update(recv_req)
         if self._not_flushed:
-            answer.success, answer.message = False, NOT_FLUSHED
+            assign(answer, success=False, message=NOT_FLUSHED)
         return answer
 
     def update_weights_from_disk(self, recv_req: UpdateWeightFromDiskReqInput) -> Any:
@@ -116,8 +119,8 @@ class MendedScheduler(Scheduler):
         Raises:
             RuntimeError: some rank still runs a request (a health probe, for one).
         """
-        requests.drop_ended_batch(self)
-        if not requests.is_engine_idle(self):
+        loop.drop_ended_batch(self)
+        if not is_engine_idle(self):
             raise RuntimeError("memory is not released: a rank still has a request")
         return super().release_memory_occupation(recv_req)
 
@@ -128,7 +131,7 @@ class MendedScheduler(Scheduler):
 
         The others are out of its sight meanwhile.
         """
-        decoding, waiting = requests.list_requests(self)
+        decoding, waiting = loop.list_requests(self)
         reqs = {id(req): req for req in decoding + waiting + (self.cur_batch.reqs if self.cur_batch else [])}
         others = [
             (req, req.rid)
@@ -136,31 +139,31 @@ class MendedScheduler(Scheduler):
             if not recv_req.abort_all and req.rid != recv_req.rid and req.rid.startswith(recv_req.rid)
         ]
         for req, _ in others:
-            req.rid = ""
+            assign(req, rid="")
         try:
             super().abort_request(recv_req)
         finally:
             for req, rid in others:
-                req.rid = rid
+                assign(req, rid=rid)
 
     def end_waiting(self, abort: AbortReq, req: Req) -> None:
         """``req``, which waits with tokens, is aborted: all of them go to the client, as of one that runs
         (docs/upstream/aborted_while_waiting.md)."""
         outputs.abort(abort, req)
         if req.return_routed_experts:  # docs/upstream/experts_of_waiting.md
-            outputs.collect_experts(req, requests.find_kv_in_tree(self, req))
+            outputs.collect_experts(req, tree.find_kv(self, req))
         self.stream_output([req], req.return_logprob)
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
         if req.is_retracted:
-            requests.drop_piece_logprobs(req)  # docs/upstream/retracted_between_pieces.md
+            host.drop_piece_logprobs(req)  # docs/upstream/retracted_between_pieces.md
         super()._add_request_to_queue(req, is_retracted)
 
     def get_new_batch_prefill(self) -> ScheduleBatch | None:
         batch = super().get_new_batch_prefill()
         if batch is not None and any(req.output_ids for req in batch.reqs):
             # SGLang's penalties start from zero after a retraction (docs/upstream/penalties.md).
-            batch.sampling_info = penalties.make_sampling_info(batch, decode=False)
+            assign(batch, sampling_info=penalties.make_sampling_info(batch, decode=False))
             for req in batch.reqs:
                 req.pat_experts = None  # its KV has them again
         return batch
@@ -182,7 +185,7 @@ class MendedScheduler(Scheduler):
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         if (lengths := getattr(result, "pat_lengths", None)) is not None:
             states = result.logits_output.hidden_states
-            result.logits_output.hidden_states = outputs.OwnRows(states, batch, lengths)
+            assign(result.logits_output, hidden_states=outputs.OwnRows(states, batch, lengths))
         super().process_batch_result(batch, result)
 
     def stream_output(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:

@@ -19,6 +19,8 @@ from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req
 
+from sglang_pat.host.assign import assign
+
 LONGEST_TEXT = 4096
 """Characters at the end of a response that are looked through."""
 
@@ -45,7 +47,7 @@ _stock_tail = Req.tail_str
 
 def install_bounded_tail() -> None:
     """Have SGLang look through the end of a response in this process, where there are patterns."""
-    Req.tail_str = tail_str
+    assign(Req, tail_str=tail_str)
 
 
 def tail_str(req: Req) -> str:

@@ -31,10 +31,11 @@ from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
 from sglang_pat.errors import format_one_line
+from sglang_pat.host.assign import assigned
 from sglang_pat.host.fixes.shared_memory import open_with_retry
 from sglang_pat.host.fixes.trainer_names import Loader, TrainerNames, Weights, accept_trainer_names
+from sglang_pat.host.layers import list_checkpoint_parts, make_shard_specs
 from sglang_pat.rank.shards import ShardSpec
-from sglang_pat.rank.weights import list_checkpoint_parts, make_shard_specs
 
 REFUSED = "weight update refused, no tensor of this request was written; send the whole update again"
 NOT_FLUSHED = (
@@ -51,7 +52,7 @@ class ExpectedWeights:
     tensor is there.
 
     Args:
-        model: one without memory, for this use alone (:func:`sglang_pat.rank.weights.build_model`).
+        model: one without memory, for this use alone (:func:`sglang_pat.host.layers.build_model`).
         read: the shapes of all tensors in the checkpoint, asked for when one does not fit the model.
     """
 
@@ -322,9 +323,6 @@ class WholeUpdatesTpModelWorker(TpModelWorker):
     def _use_receiver(self) -> Iterator[Receiver]:
         """A :class:`Receiver` in place of the model."""
         runner = self.model_runner
-        model = runner.model
-        received = runner.model = Receiver(model, self.expected)
-        try:
+        received = Receiver(runner.model, self.expected)
+        with assigned(runner, model=received):
             yield received
-        finally:
-            runner.model = model

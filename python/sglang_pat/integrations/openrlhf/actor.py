@@ -15,11 +15,11 @@ from openrlhf.utils.agent import SingleTurnAgentExecutor
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from sglang_pat.figures import Figures
+from sglang_pat.host.inprocess import InProcessEngine
 from sglang_pat.integrations.openrlhf.facade import GROUP, SamplingParams
 from sglang_pat.integrations.openrlhf.given import WHERE, GivenArguments
-from sglang_pat.launch.attach import attach
 from sglang_pat.messages import BeginRound, EndRound
-from sglang_pat.server.inprocess import InProcessEngine
+from sglang_pat.server.attach import attach
 
 ALL_TAGS = ("weights", "kv_cache")
 

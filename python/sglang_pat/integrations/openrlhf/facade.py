@@ -58,7 +58,7 @@ class PyNcclCommunicator:
     def __init__(self, group: dict[str, Any], device: Any) -> None:
         import torch
 
-        from sglang_pat.server.inprocess import init_custom_process_group
+        from sglang_pat.host.inprocess import init_custom_process_group
 
         self._pg: Any = init_custom_process_group(
             backend="nccl" if torch.cuda.is_available() else "gloo",

@@ -22,7 +22,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from sglang_pat.integrations.verl import rewards
 from sglang_pat.integrations.verl.fields import MISSING
-from sglang_pat.rewards.missing import choose_rewarded
+from sglang_pat.rollout.missing import choose_rewarded
 
 METRIC = "reward/failed_masked"
 """How many samples of a step were left out."""

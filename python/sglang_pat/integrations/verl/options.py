@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_pat import job_settings, settings
 from sglang_pat.config import VARIABLE
-from sglang_pat.judge.plan import parse_count
-from sglang_pat.judge.refusals import check_model
+from stream_layers.plan import parse_count
+from stream_layers.refusals import check_model
 
 if TYPE_CHECKING:
     from verl.workers.config import RolloutConfig

@@ -15,16 +15,17 @@ import ray
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
-from sglang_pat.config import STREAM_VARIABLE, VARIABLE
+from sglang_pat.config import VARIABLE
 from sglang_pat.figures import Figures, job_log
 from sglang_pat.integrations import CALLS
 from sglang_pat.integrations.balance import EngineReport
 from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.fields import DEGREES, STEPS, STOPPED, STOPS
-from sglang_pat.judge.attach import attach as stream_layers
-from sglang_pat.launch.attach import attach
 from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.policies.lending import Move, Training
+from sglang_pat.server.attach import attach
+from stream_layers import STREAM_VARIABLE
+from stream_layers.attach import attach as attach_layers
 
 SWITCH_SECONDS = 0.05
 """Until an engine that switches is asked again."""
@@ -154,7 +155,7 @@ class PlainServer(SGLangHttpServer):
         os.environ.pop(VARIABLE, None)  # SGLang's plug-in would read it, in this process and in the engine's
         if (layers := options.read_stream_setting(self.config)) is not None:
             os.environ[STREAM_VARIABLE] = layers
-            stream_layers()
+            attach_layers()
         await super().launch_server(*args, **kwargs)
 
 

@@ -19,10 +19,10 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from reward_sandbox.limits import CaseRun, LimitRules, TimeLimits
+from reward_sandbox.pool import Failure
 from sglang_pat import files
 from sglang_pat.errors import format_one_line
-from sglang_pat.rewards.limits import CaseRun, LimitRules, TimeLimits
-from sglang_pat.rewards.pool import Failure
 
 NAME = "sglang_pat_rewards"
 

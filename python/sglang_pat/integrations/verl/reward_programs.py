@@ -12,11 +12,11 @@ from typing import Any
 
 from ray.actor import ActorHandle
 
+from reward_sandbox import programs
+from reward_sandbox.limits import LimitRules, TimeLimits
+from reward_sandbox.pool import Failure, Reward, RewardPool
+from reward_sandbox.runs import Sandbox
 from sglang_pat.errors import format_one_line
-from sglang_pat.rewards import programs
-from sglang_pat.rewards.limits import LimitRules, TimeLimits
-from sglang_pat.rewards.pool import Failure, Reward, RewardPool
-from sglang_pat.rewards.runs import Sandbox
 
 SOURCES = frozenset(("apps", "codecontests", "codeforces", "taco"))
 """Of data, for which verl's function runs programs."""

@@ -1,7 +1,7 @@
 """verl's rewards with limits: ``reward.reward_manager.name=sglang_pat``.
 
 verl's own manager reads a sample and calls the reward function.  Here the function runs in processes
-(:mod:`sglang_pat.rewards.pool`), programs run in a sandbox, and nothing runs for a response that nobody will train on.
+(:mod:`reward_sandbox.pool`), programs run in a sandbox, and nothing runs for a response that nobody will train on.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManage
 from verl.protocol import DataProto
 from verl.trainer.ppo.reward import get_custom_reward_fn
 
+from reward_sandbox.limits import LimitRules
+from reward_sandbox.pool import STARTS, Failure, Reward, RewardPool
+from reward_sandbox.sandbox import make_sandbox
 from sglang_pat.integrations.verl import reward_ledger
 from sglang_pat.integrations.verl.fields import MISSING
 from sglang_pat.integrations.verl.options import NAME
 from sglang_pat.integrations.verl.reward_ledger import Prompt
 from sglang_pat.integrations.verl.reward_programs import SOURCES, ProgramScorer
-from sglang_pat.rewards.limits import LimitRules
-from sglang_pat.rewards.pool import STARTS, Failure, Reward, RewardPool
-from sglang_pat.rewards.sandbox import make_sandbox
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,110 @@
+"""Batches: made of requests whose KV is in place, and steps of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_pat.host.assign import assign
+from sglang_pat.host.contract import SglangScheduler
+from sglang_pat.host.fixes import penalties
+from sglang_pat.switch.transfer import upload
+
+__all__ = ["ScheduleBatch"]
+
+
+def make_decode_batch(scheduler: SglangScheduler, reqs: list[Req]) -> ScheduleBatch:
+    """A batch about to decode, of requests whose KV is in place."""
+    batch = _make_batch(scheduler, reqs, scheduler.enable_overlap)
+    lengths = [req.kv_committed_len for req in reqs]
+    numbers = [[req.req_pool_idx for req in reqs], lengths, [req.output_ids[-1] for req in reqs]]
+    places, seq_lens, last = upload(numbers, torch.int64, batch.device).unbind()
+    assign(
+        batch,
+        req_pool_indices=places,
+        seq_lens=seq_lens,
+        output_ids=last,
+        seq_lens_cpu=torch.tensor(lengths, dtype=torch.int64),
+        orig_seq_lens=seq_lens.to(torch.int32),
+        seq_lens_sum=sum(lengths),
+        multimodal_inputs=[None] * len(reqs),
+    )
+    if batch.return_logprob:
+        assign(
+            batch,
+            top_logprobs_nums=[req.top_logprobs_num for req in reqs],
+            token_ids_logprobs=[req.token_ids_logprob for req in reqs],
+        )
+    assign(batch, sampling_info=penalties.make_sampling_info(batch, decode=True))
+    return batch
+
+
+def _make_batch(scheduler: SglangScheduler, reqs: list[Req], overlap: bool) -> ScheduleBatch:
+    return ScheduleBatch.init_new(
+        reqs,
+        scheduler.req_to_token_pool,
+        scheduler.token_to_kv_pool_allocator,
+        scheduler.tree_cache,
+        scheduler.model_config,
+        overlap,
+        scheduler.spec_algorithm,
+    )
+
+
+def get_vocab_size(scheduler: SglangScheduler) -> int:
+    return scheduler.model_config.vocab_size
+
+
+# -- steps outside the loop --------------------------------------------------------------------------------------------
+
+
+def make_prefill(scheduler: SglangScheduler, prompts: Sequence[list[int]]) -> ScheduleBatch:
+    """A batch about to prefill made-up ``prompts`` (token ids), in empty pools."""
+    greedy = SamplingParams(max_new_tokens=1, temperature=0)
+    reqs = [Req(f"check {i}", "", prompt, greedy) for i, prompt in enumerate(prompts)]
+    for req in reqs:
+        assign(req, fill_ids=req.origin_input_ids)
+        req.set_extend_input_len(len(req.fill_ids))
+    batch = _make_batch(scheduler, reqs, False)
+    batch.prepare_for_extend()
+    return batch
+
+
+def go_on_with(scheduler: SglangScheduler, batch: ScheduleBatch, tokens: Sequence[int]) -> None:
+    """Have a batch that was prefilled decode next, where each request goes on with one of ``tokens``."""
+    assign(batch, output_ids=torch.tensor(tokens, device=scheduler.device))
+    batch.prepare_for_decode()
+
+
+def compute_logits(scheduler: SglangScheduler, batch: ScheduleBatch) -> torch.Tensor:
+    """Run one step: logits of the next token, ``[requests, vocabulary]``."""
+    runner = scheduler.tp_worker.model_runner
+    output = runner.forward(ForwardBatch.init_new(batch.get_model_worker_batch(), runner))
+    return output.logits_output.next_token_logits.clone()  # a graph's next replay writes there
+
+
+# -- what others read --------------------------------------------------------------------------------------------------
+
+
+def list_batch(batch: ScheduleBatch) -> list[Req]:
+    return batch.reqs
+
+
+def is_decode(batch: ScheduleBatch) -> bool:
+    return batch.forward_mode.is_decode()
+
+
+def count_step_tokens(batch: ScheduleBatch) -> int:
+    """Tokens that a step attends to, if it decodes; that it computes, if it prefills."""
+    return int((batch.seq_lens_sum if batch.forward_mode.is_decode() else batch.extend_num_tokens) or 0)
+
+
+def read_sampled_tokens(batch: ScheduleBatch, result: Any) -> tuple[list[str], list[int]] | None:
+    """Names of a step's requests, and the token that each got; None if the step samples none.  Waits for the device."""
+    token_ids = getattr(result, "next_token_ids", None)
+    return None if token_ids is None else ([req.rid for req in batch.reqs], token_ids.tolist())

@@ -1,0 +1,172 @@
+"""What the coordinator knows of SGLang's requests: which are for one leader, and of control requests how replies are
+merged, which need the base layout, and how one is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from http import HTTPStatus
+from typing import Any, get_origin, get_type_hints
+
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers import io_struct as io
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+MAX_MESSAGE = 500
+"""Characters of an error that a client gets to see."""
+
+
+def _merge_success(replies: list[Any]) -> Any:
+    """One reply that succeeded if all did, with the distinct messages of those that did not (or of all)."""
+    merged = replies[0]
+    failed = [reply for reply in replies if not reply.success]
+    merged.success = not failed
+    messages = [reply.message for reply in failed or replies if getattr(reply, "message", None)]
+    if messages:
+        merged.message = " | ".join(dict.fromkeys(messages))
+    return merged
+
+
+def _sum_loads(replies: list[io.GetLoadsReqOutput]) -> io.GetLoadsReqOutput:
+    """The load of the whole engine: counts add up, usage is the mean."""
+    merged = replies[0]
+    for name in ("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "num_total_tokens", "max_total_num_tokens"):
+        if hasattr(merged, name):
+            setattr(merged, name, sum(getattr(reply, name) for reply in replies))
+    if hasattr(merged, "token_usage"):
+        merged.token_usage = sum(reply.token_usage for reply in replies) / len(replies)
+    return merged
+
+
+def _all_or_error(replies: list[Any]) -> Any:
+    """For replies that cannot say that something failed: the first one with an error of :func:`make_error_reply`, or
+    just one."""
+    return next((reply for reply in replies if get_error(reply)), replies[0])
+
+
+_SUCCESS = dict(merge=_merge_success)
+_MEMORY = dict(merge=_all_or_error, needs_base=True, failed=lambda reply: bool(get_error(reply)))
+_WEIGHTS = dict(merge=_merge_success, needs_base=True)
+_NEW_WEIGHTS = dict(_WEIGHTS, takes_back=True)
+
+CONTROLS: dict[type, tuple[type, dict[str, Any]]] = {
+    io.FlushCacheReqInput: (io.FlushCacheReqOutput, _SUCCESS),
+    io.ClearHiCacheReqInput: (io.ClearHiCacheReqOutput, _SUCCESS),
+    io.AttachHiCacheStorageReqInput: (io.AttachHiCacheStorageReqOutput, _SUCCESS),
+    io.DetachHiCacheStorageReqInput: (io.DetachHiCacheStorageReqOutput, _SUCCESS),
+    io.AddExternalCorpusReqInput: (io.AddExternalCorpusReqOutput, _SUCCESS),
+    io.RemoveExternalCorpusReqInput: (io.RemoveExternalCorpusReqOutput, _SUCCESS),
+    io.ListExternalCorporaReqInput: (io.ListExternalCorporaReqOutput, _SUCCESS),
+    io.LoadLoRAAdapterReqInput: (io.LoRAUpdateOutput, _SUCCESS),
+    io.LoadLoRAAdapterFromTensorsReqInput: (io.LoRAUpdateOutput, _SUCCESS),
+    io.UnloadLoRAAdapterReqInput: (io.LoRAUpdateOutput, _SUCCESS),
+    io.ExpertDistributionReq: (io.ExpertDistributionReqOutput, {}),
+    io.ProfileReq: (io.ProfileReqOutput, _SUCCESS),
+    io.GetInternalStateReq: (io.GetInternalStateReqOutput, {}),
+    io.SetInternalStateReq: (io.SetInternalStateReqOutput, {}),
+    io.GetLoadsReqInput: (io.GetLoadsReqOutput, dict(merge=_sum_loads)),
+    io.SlowDownReqInput: (io.SlowDownReqOutput, {}),
+    io.DumperControlReqInput: (io.DumperControlReqOutput, _SUCCESS),
+    io.OpenSessionReqInput: (io.OpenSessionReqOutput, {}),
+    io.RpcReqInput: (io.RpcReqOutput, _SUCCESS),
+    io.UpdateWeightFromDiskReqInput: (io.UpdateWeightFromDiskReqOutput, _NEW_WEIGHTS),
+    io.UpdateWeightsFromTensorReqInput: (io.UpdateWeightsFromTensorReqOutput, _NEW_WEIGHTS),
+    io.UpdateWeightsFromDistributedReqInput: (io.UpdateWeightsFromDistributedReqOutput, _NEW_WEIGHTS),
+    io.UpdateWeightsFromIPCReqInput: (io.UpdateWeightsFromIPCReqOutput, _NEW_WEIGHTS),
+    io.InitWeightsUpdateGroupReqInput: (io.InitWeightsUpdateGroupReqOutput, _WEIGHTS),
+    io.DestroyWeightsUpdateGroupReqInput: (io.DestroyWeightsUpdateGroupReqOutput, _WEIGHTS),
+    io.InitWeightsSendGroupForRemoteInstanceReqInput: (io.InitWeightsSendGroupForRemoteInstanceReqOutput, _WEIGHTS),
+    io.SendWeightsToRemoteInstanceReqInput: (io.SendWeightsToRemoteInstanceReqOutput, _WEIGHTS),
+    io.GetWeightsByNameReqInput: (io.GetWeightsByNameReqOutput, dict(needs_base=True)),
+    io.CheckWeightsReqInput: (io.CheckWeightsReqOutput, _WEIGHTS),
+    io.ReleaseMemoryOccupationReqInput: (io.ReleaseMemoryOccupationReqOutput, _MEMORY),
+    io.ResumeMemoryOccupationReqInput: (io.ResumeMemoryOccupationReqOutput, _MEMORY),
+}
+"""Control requests that are answered: reply type, and the fields of :class:`~sglang_pat.coordinator.router.Control`.
+
+While ranks are lent: new weights take them back, as whoever has them has trained; what else needs the base layout is
+refused, as its client may not know that a trainer has the memory of some ranks; all others go to lent ranks as well,
+which must be as the others are when they come back.
+"""
+
+SINGLES = (io.TokenizedGenerateReqInput, io.TokenizedEmbeddingReqInput)
+"""Requests that go to one leader."""
+
+
+BATCHES = (io.BatchTokenizedGenerateReqInput, io.BatchTokenizedEmbeddingReqInput)
+"""Several of them in one."""
+
+
+def list_generations(obj: Any) -> list[Any] | None:
+    """The requests for tokens in an object from the TokenizerManager, each on its own; None for a control request."""
+    return list(obj) if isinstance(obj, BATCHES) else [obj] if isinstance(obj, SINGLES) else None
+
+
+def is_probe(rid: str | None) -> bool:
+    """Whether a request with this id is a health probe."""
+    return HEALTH_CHECK_RID_PREFIX in (rid or "")
+
+
+def is_for_controller(obj: Any) -> bool:
+    """Whether an object is for SGLang's data-parallel controller, which is not here."""
+    return isinstance(obj, io.WatchLoadUpdateReq)
+
+
+def is_rpc_reply(obj: Any) -> bool:
+    """Whether a reply goes to the socket of remote calls."""
+    return isinstance(obj, io.RpcReqOutput)
+
+
+def clear_sender(obj: Any) -> None:
+    """Take from a control request what a client may have put into it, and what nobody needs.
+
+    Ranks look for health checks by ``rid``, which an abort alone means, and die of one that is no text.
+    """
+    if not isinstance(obj, io.BaseReq):
+        return
+    if not isinstance(obj, io.AbortReq):
+        obj.rid = None
+    elif not isinstance(obj.rid, str):
+        obj.rid = str(obj.rid)
+    obj.http_worker_ipc = None
+
+
+def find_effects(obj: Any) -> dict[str, Any]:
+    """What a control request does to the engine, in fields of :class:`~sglang_pat.coordinator.router.Control`."""
+    if isinstance(obj, io.PauseGenerationReqInput):
+        return {"pauses": True}
+    if isinstance(obj, io.ContinueGenerationReqInput):
+        return {"pauses": False}
+    if isinstance(obj, (io.ReleaseMemoryOccupationReqInput, io.ResumeMemoryOccupationReqInput)):
+        name = "releases" if isinstance(obj, io.ReleaseMemoryOccupationReqInput) else "resumes"
+        return {name: frozenset(obj.tags or GPU_MEMORY_ALL_TYPES)}
+    return {}
+
+
+def make_error_reply(obj: Any, error: Exception) -> Any:
+    """What a leader answers to a request whose handling raised ``error``; None if nobody waits for an answer."""
+    message = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
+    if isinstance(obj, SINGLES):
+        return io.AbortReq(rid=obj.rid, finished_reason=FINISH_ABORT(message, HTTPStatus.BAD_REQUEST).to_json())
+    reply, _ = CONTROLS.get(type(obj), (None, None))
+    if reply is None:
+        return None
+    values = {"success": False} | dict.fromkeys(("message", "error_msg", "error_message"), message)
+    kinds = get_type_hints(reply)
+    fields = [field for field in dataclasses.fields(reply) if field.init]
+    required = [f for f in fields if f.default is f.default_factory is dataclasses.MISSING]
+    given = {field.name: values[field.name] for field in fields if field.name in values}
+    made = reply(**{field.name: _make_empty_value(kinds[field.name]) for field in required} | given)
+    made.pat_error = message
+    return made
+
+
+def get_error(reply: Any) -> str:
+    """What :func:`make_error_reply` was given for this reply; "" for any other."""
+    return getattr(reply, "pat_error", "")
+
+
+def _make_empty_value(kind: Any) -> Any:
+    """An empty value of a field's type."""
+    kind = get_origin(kind) or kind
+    # Of weights asked for by name SGLang takes None for an error, and any list for an answer.
+    return kind() if kind in (dict, str, bool, int, float) else None

@@ -1,0 +1,111 @@
+"""The group of a rank: where SGLang keeps groups, ranks and sizes, and how it makes the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.parallel_state import GroupCoordinator, init_model_parallel_group
+
+from sglang_pat.host.assign import assign
+
+TP_GLOBALS = ("_TP", "_ATTN_TP", "_MOE_TP")
+"""Globals of ``parallel_state`` that follow the layout."""
+
+SINGLE_GLOBALS = ("_PP", "_ATTN_CP", "_MOE_DP", "_MOE_EP")
+"""Globals of ``parallel_state`` that are always groups of one rank (the degrees refused at start)."""
+
+
+# -- SGLang's coordinators ---------------------------------------------------------------------------------------------
+
+
+def make_coordinator(
+    groups: list[list[int]], local_device: int, backend: str, for_graphs: bool, name: str
+) -> GroupCoordinator:
+    """This rank's one of ``groups``; all ranks together.
+
+    Args:
+        for_graphs: with SGLang's communicator for CUDA graphs.
+    """
+    return init_model_parallel_group(groups, local_device, backend, for_graphs, group_name=name)
+
+
+def make_single_coordinator(num_ranks: int, local_device: int, backend: str, for_graphs: bool) -> GroupCoordinator:
+    """A group of this rank alone; all ranks together."""
+    alone = [[rank] for rank in range(num_ranks)]
+    single = make_coordinator(alone, local_device, backend, for_graphs, "single")
+    # Some models of SGLang's (Phi, StarCoder2) take the pipeline group's rank in the world for their stage.
+    assign(single, rank=0, ranks=[0])
+    return single
+
+
+def reduce_once(group: GroupCoordinator, sizes: Sequence[int], dtype: torch.dtype) -> None:
+    """Reduce so many bytes each, as a model of this type does; on a CPU the first of ``sizes`` only."""
+    if group.world_size == 1:
+        return
+    for size in sizes if group.device.type != "cpu" else sizes[:1]:
+        group.all_reduce(torch.zeros(size // dtype.itemsize, dtype=dtype, device=group.device))
+
+
+def set_control_group(group: GroupCoordinator, control: dist.ProcessGroup) -> None:
+    """Send SGLang's broadcast of requests, once a step, through ``control``."""
+    assign(group, cpu_group=control)
+
+
+def get_device_group(group: GroupCoordinator) -> dist.ProcessGroup:
+    return group.device_group
+
+
+# -- which of them are in force ----------------------------------------------------------------------------------------
+
+
+def set_global_groups(tp: GroupCoordinator, single: GroupCoordinator) -> None:
+    """Have SGLang's layers reduce in ``tp``; they read these globals when they are called."""
+    assign(parallel_state, **dict.fromkeys(TP_GLOBALS, tp), **dict.fromkeys(SINGLE_GLOBALS, single))
+
+
+def set_scheduler_group(scheduler: Any, group: GroupCoordinator, tp_rank: int, tp: int) -> None:
+    """Make ``scheduler`` rank ``tp_rank`` of this group of ``tp`` ranks: wherever it keeps a group, a rank or a
+    size."""
+    assign(
+        scheduler,
+        tp_rank=tp_rank,
+        attn_tp_rank=tp_rank,
+        tp_size=tp,
+        attn_tp_size=tp,
+        tp_group=group,
+        attn_tp_group=group,
+        dp_tp_group=group,
+        tp_cpu_group=group.cpu_group,
+        attn_tp_cpu_group=group.cpu_group,
+        dp_tp_cpu_group=group.cpu_group,
+    )
+    assign(
+        scheduler.grammar_manager,
+        grammar_sync_group=group.cpu_group,
+        grammar_sync_size=group.world_size,
+        grammar_sync_entry=group.first_rank,
+        is_grammar_sync_entry=group.is_first_rank,
+    )
+
+
+def set_runner_group(worker: Any, runner: Any, group: GroupCoordinator, tp_rank: int, tp: int) -> None:
+    """Make a worker and its model runner rank ``tp_rank`` of this group of ``tp`` ranks."""
+    assign(runner, tp_group=group, attention_tp_group=group)
+    for owner in (worker, runner):
+        assign(owner, tp_rank=tp_rank, tp_size=tp)
+    assign(runner.load_config, tp_rank=tp_rank)
+    assign(runner.server_args, tp_size=tp)
+
+
+def get_place(scheduler: Any) -> tuple[int, int]:
+    """TP rank and degree of the scheduler."""
+    return scheduler.tp_rank, scheduler.tp_size
+
+
+def get_control_group(scheduler: Any) -> dist.ProcessGroup:
+    """Through which the scheduler's group talks of requests."""
+    return scheduler.tp_cpu_group

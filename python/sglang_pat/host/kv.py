@@ -1,0 +1,201 @@
+"""SGLang's KV pools: which slots are free, which slots a request has, and the buffers themselves.
+
+Slots of a request are int64 ``[tokens]``, in the order of its tokens; the last token has none yet.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from sglang_pat.host.assign import assign
+from sglang_pat.host.contract import SglangScheduler
+from sglang_pat.switch.transfer import download, upload
+
+# -- the buffers -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KvBuffers:
+    """K and V of all layers, ``[slots, heads, dim]`` each; slot 0 is SGLang's padding."""
+
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.k)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Elements of a head in K and in V."""
+        return self.k[0].shape[2], self.v[0].shape[2]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot in one layer."""
+        return self.k[0][0].nbytes + self.v[0][0].nbytes
+
+
+def read_buffers(pool: MHATokenToKVPool) -> KvBuffers:
+    return KvBuffers(pool.k_buffer, pool.v_buffer)
+
+
+def find_reason_against(pool: Any) -> str | None:
+    """Why this pool's KV cannot cross a switch; None if it can."""
+    return None if isinstance(pool, MHATokenToKVPool) else f"its KV pool is a {type(pool).__name__}"
+
+
+def make_view(
+    pool: MHATokenToKVPool, allocator: TokenToKVPoolAllocator, ratio: int
+) -> tuple[MHATokenToKVPool, TokenToKVPoolAllocator]:
+    """The same bytes with ``ratio`` times the slots and ``1/ratio`` of the heads, and who gives these slots away.
+
+    ``[slots, heads, dim]`` becomes ``[slots * ratio, heads / ratio, dim]``; addresses do not change.
+    """
+    if ratio == 1:
+        return pool, allocator
+    view, heads = copy.copy(pool), pool.head_num // ratio
+    k, v = ([_reshape(layer, ratio) for layer in layers] for layers in (pool.k_buffer, pool.v_buffer))
+    strides = [int(np.prod(x.shape[1:])) * x.dtype.itemsize for x in [*k, *v]]
+    assign(
+        view,
+        head_num=heads,
+        size=(pool.size + pool.page_size) * ratio - pool.page_size,
+        k_buffer=k,
+        v_buffer=v,
+        data_strides=torch.tensor(strides, device=pool.device),
+        row_dim=heads * pool.head_dim,
+    )
+    return view, TokenToKVPoolAllocator(view.size, allocator.dtype, allocator.device, view, allocator.need_sort)
+
+
+def _reshape(layer: torch.Tensor, ratio: int) -> torch.Tensor:
+    slots, heads, dim = layer.shape
+    return layer.view(slots * ratio, heads // ratio, dim)
+
+
+def count_slots(allocator: TokenToKVPoolAllocator) -> int:
+    return allocator.size
+
+
+def set_allocator(scheduler: SglangScheduler, allocator: TokenToKVPoolAllocator) -> None:
+    """Have the scheduler and its tree take slots from ``allocator``."""
+    assign(
+        scheduler,
+        token_to_kv_pool_allocator=allocator,
+        max_total_num_tokens=allocator.size,
+    )
+    assign(scheduler.tree_cache, token_to_kv_pool_allocator=allocator)
+
+
+# -- which slots are taken ---------------------------------------------------------------------------------------------
+
+
+def clear_pools(scheduler: SglangScheduler) -> None:
+    """No request has a slot, and the tree is empty."""
+    scheduler.tree_cache.reset()
+    scheduler.token_to_kv_pool_allocator.clear()
+    scheduler.req_to_token_pool.clear()
+
+
+def take_slots(scheduler: SglangScheduler, slots: np.ndarray) -> None:
+    """Take these slots out of the empty pool."""
+    allocator, highest = scheduler.token_to_kv_pool_allocator, int(slots.max())
+    free = np.ones(highest + 1, dtype=bool)
+    free[0] = False  # SGLang's padding slot
+    free[slots] = False
+    # Of those above, which may be many, nothing is looked up: the empty pool's list is 1, 2, 3 ...
+    low = upload(np.flatnonzero(free), torch.int64, scheduler.device)
+    assign(allocator, free_pages=torch.cat([low, allocator.free_pages[highest:]]))
+
+
+def free_slots(scheduler: SglangScheduler, slots: np.ndarray) -> None:
+    scheduler.token_to_kv_pool_allocator.free(upload(slots, torch.int64, scheduler.device))
+
+
+def count_used_slots(scheduler: SglangScheduler) -> tuple[int, int]:
+    """Slots that are taken, and all."""
+    allocator = scheduler.token_to_kv_pool_allocator
+    return allocator.size - allocator.available_size(), allocator.size
+
+
+def count_lines(scheduler: SglangScheduler) -> int:
+    """Requests that can run at once."""
+    return min(scheduler.req_to_token_pool.size, scheduler.max_running_requests)
+
+
+def check_sums(scheduler: SglangScheduler) -> None:
+    """Raise ``RuntimeError`` naming all terms if KV slots or request slots do not add up."""
+    reqs = scheduler.running_batch.reqs
+    held = sum(req.kv_allocated_len - req.cache_protected_len for req in reqs)
+    leak, message = scheduler._check_full_pool(scheduler.get_pool_stats(), uncached=held)
+    if leak:
+        raise RuntimeError(f"KV slots do not add up after the switch: {message}")
+    free, used, size = scheduler.req_to_token_pool.available_size(), len(reqs), scheduler.req_to_token_pool.size
+    if free + used != size:
+        raise RuntimeError(f"request slots do not add up after the switch: {free=} + {used=} != {size=}")
+
+
+# -- the slots of requests ---------------------------------------------------------------------------------------------
+
+
+def count_kv(req: Req) -> int:
+    """Tokens of ``req`` that have KV, if it runs."""
+    return req.kv_committed_len
+
+
+def has_line(req: Req) -> bool:
+    """Whether it has a line in the table of running requests."""
+    return req.req_pool_idx is not None
+
+
+def read_line(scheduler: SglangScheduler, req: Req) -> torch.Tensor:
+    """Slots of a request that runs, on the device."""
+    return scheduler.req_to_token_pool.req_to_token[req.req_pool_idx, : req.kv_committed_len]
+
+
+def read_rows(scheduler: SglangScheduler, reqs: Sequence[Req]) -> list[np.ndarray]:
+    """Slots of requests that run, in host memory; one read of the device for all."""
+    lengths = [req.kv_committed_len for req in reqs]
+    places = upload([req.req_pool_idx for req in reqs], torch.int64, scheduler.device)
+    table = download(scheduler.req_to_token_pool.req_to_token[places, : max(lengths)])
+    return [row[:length].astype(np.int64) for row, length in zip(table, lengths, strict=True)]
+
+
+def write_rows(scheduler: SglangScheduler, reqs: Sequence[Req], rows: Sequence[np.ndarray]) -> None:
+    """Give ``reqs`` lines in the table of running requests, with these slots."""
+    pool, device = scheduler.req_to_token_pool, scheduler.device
+    for req in reqs:
+        assign(req, req_pool_idx=None)  # of the old table, if it was here before
+    places = upload(pool.alloc(reqs), torch.int64, device)
+    padded = np.zeros((len(reqs), max(map(len, rows))), dtype=np.int32)
+    for line, row in zip(padded, rows, strict=True):
+        line[: len(row)] = row
+    pool.req_to_token[places, : padded.shape[1]] = upload(padded, torch.int32, device)
+    prefixes = upload(np.concatenate(rows), torch.int64, device).split([len(row) for row in rows])
+    for req, prefix in zip(reqs, prefixes, strict=True):
+        _write_kv(req, prefix)
+
+
+def _write_kv(req: Req, slots: torch.Tensor) -> None:
+    """Say where the KV of a request lies that is about to decode."""
+    length = len(slots)
+    assign(
+        req,
+        fill_ids=(req.origin_input_ids + req.output_ids)[:length],
+        kv_committed_len=length,
+        kv_allocated_len=length,
+        # SGLang says so when it prefills a request again, which is not needed where all its KV is in the tree; else it
+        # would drop each of the tokens, and the request would decode for ever.
+        is_retracted=False,
+        prefix_indices=slots,
+    )

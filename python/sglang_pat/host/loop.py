@@ -1,0 +1,193 @@
+"""SGLang's event loop: the requests that it holds, the step in flight, and what it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+from sglang_pat.host.assign import assign
+from sglang_pat.host.contract import SglangScheduler
+
+# -- the requests ------------------------------------------------------------------------------------------------------
+
+
+def drain(scheduler: SglangScheduler) -> None:
+    """Finish the step in flight and leave all decoding requests in ``running_batch``.
+
+    Keeps everything valid, so that an aborted switch just goes on.
+    """
+    while scheduler.enable_overlap and scheduler.result_queue:
+        scheduler.process_batch_result(*scheduler.result_queue.popleft())
+    last = scheduler.last_batch
+    if last is not None and last.forward_mode.is_extend():
+        last.filter_batch(chunked_req_to_exclude=[r for r in (scheduler.chunked_req, last.chunked_req) if r])
+        if not last.is_empty():
+            if scheduler.running_batch.is_empty():
+                assign(scheduler, running_batch=last)
+            else:
+                scheduler.running_batch.merge_batch(last)
+    assign(scheduler, last_batch=None, cur_batch=None)
+    scheduler.running_batch.filter_batch()
+    # SGLang looks for room again where its own code shrinks this batch, and never again if it is empty.
+    assign(scheduler.running_batch, batch_is_full=False)
+    while scheduler.return_health_check_ipcs:
+        scheduler.maybe_send_health_check_signal()
+
+
+def drop_ended_batch(scheduler: SglangScheduler) -> None:
+    """Let go of the requests in a batch if all have ended in the last step.
+
+    They have been answered, and SGLang would count them up to its next turn: what is to come when nothing runs would
+    fail before.
+    """
+    batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
+    if any(batch.reqs for batch in batches) and all(req.finished() for batch in batches for req in batch.reqs):
+        drain(scheduler)
+
+
+def is_idle(scheduler: SglangScheduler) -> bool:
+    """Whether it has no request."""
+    return scheduler.is_fully_idle()
+
+
+def is_paused(scheduler: SglangScheduler) -> bool:
+    """Whether no step may begin: a client has paused it, or it holds."""
+    return scheduler._engine_paused
+
+
+def list_running(scheduler: SglangScheduler) -> list[Req]:
+    """Requests that decode, after :func:`drain`; before it, without those that the last step has prefilled."""
+    return scheduler.running_batch.reqs
+
+
+def list_queued(scheduler: SglangScheduler) -> list[Req]:
+    """Requests that wait for a prefill."""
+    return scheduler.waiting_queue
+
+
+def list_requests(scheduler: SglangScheduler) -> tuple[list[Req], list[Req]]:
+    """``(decoding, waiting)`` after :func:`drain`; a half-prefilled request counts as waiting."""
+    chunked = [scheduler.chunked_req] if scheduler.chunked_req is not None else []
+    waiting = chunked + scheduler.waiting_queue + scheduler.grammar_manager.grammar_queue
+    return list(scheduler.running_batch.reqs), waiting
+
+
+def count_waiting(scheduler: SglangScheduler) -> int:
+    """Requests that wait, as :func:`list_requests` has them."""
+    compiling = scheduler.grammar_manager.grammar_queue
+    return len(scheduler.waiting_queue) + len(compiling) + (scheduler.chunked_req is not None)
+
+
+def list_running_with(scheduler: SglangScheduler, batch: ScheduleBatch | None) -> list[Req]:
+    """Requests that run, with those of ``batch``, which is about to run, but for one in the middle of its prefill."""
+    running = scheduler.running_batch.reqs
+    if batch is not None and batch is not scheduler.running_batch:
+        running = running + [req for req in batch.reqs if req is not scheduler.chunked_req]
+    return running
+
+
+def list_running_with_last(scheduler: SglangScheduler) -> list[Req]:
+    """Requests that run between two steps; what the last one prefilled is about to decode."""
+    last, running = scheduler.last_batch, list(scheduler.running_batch.reqs)
+    if last is not None and last is not scheduler.running_batch:
+        running += [req for req in last.reqs if req is not scheduler.chunked_req and req not in running]
+    return running
+
+
+def count_decoding_tokens(scheduler: SglangScheduler) -> int:
+    """Tokens that the next decode step attends to."""
+    decoding = scheduler.running_batch
+    return int(decoding.seq_lens_sum or 0) if decoding.reqs else 0
+
+
+def get_chunked(scheduler: SglangScheduler) -> Req | None:
+    """The request whose prompt is being computed in pieces."""
+    return scheduler.chunked_req
+
+
+def get_chunk_size(scheduler: SglangScheduler) -> int:
+    """Tokens of a piece at most; 0 where prompts are computed whole."""
+    return scheduler.chunked_prefill_size or 0
+
+
+def get_max_running(scheduler: SglangScheduler) -> int:
+    """Requests that decode at once, at most."""
+    return scheduler.max_running_requests
+
+
+def set_requests(
+    scheduler: SglangScheduler,
+    queued: Sequence[Req],
+    compiling: Sequence[Req] | None = None,
+    running: ScheduleBatch | None = None,
+) -> None:
+    """Make these all requests that it has; none is in the middle of a prefill.
+
+    Args:
+        compiling: those that wait for their grammar; None: as they are.
+        running: a batch that is about to decode.
+    """
+    assign(
+        scheduler,
+        chunked_req=None,
+        _chunked_req_scheduled_last_iter=False,
+        waiting_queue=list(queued),
+        running_batch=running or ScheduleBatch(reqs=[], batch_is_full=False),
+    )
+    if compiling is not None:
+        assign(scheduler.grammar_manager, grammar_queue=list(compiling))
+
+
+def set_waiting(scheduler: SglangScheduler, queued: list[Req], compiling: list[Req]) -> None:
+    """Make these the lists of requests that wait for a prefill, and for their grammar."""
+    assign(scheduler, waiting_queue=queued)
+    assign(scheduler.grammar_manager, grammar_queue=compiling)
+
+
+def set_running(scheduler: SglangScheduler, batch: ScheduleBatch) -> None:
+    """Have this batch decode next."""
+    assign(scheduler, running_batch=batch)
+
+
+def list_compiling(scheduler: SglangScheduler) -> list[Req]:
+    """Requests that wait for their grammar."""
+    return scheduler.grammar_manager.grammar_queue
+
+
+# -- what the loop counts ----------------------------------------------------------------------------------------------
+
+COUNTERS = ("forward_ct", "recv_skipper._counter")
+"""Attributes of SGLang's scheduler, dotted, that a rank takes over from its new leader; plain values.
+
+Ranks of one TP group run the same scheduler side by side: where two of them differ in a counter or an order, one waits
+in a broadcast and the other in an all-reduce, for ever.  Ranks that come together from different groups differ in
+whatever has counted their steps or read their clocks.  What else must be equal is made anew by
+``AdaptiveScheduler.enter_layout`` and ``switch/install.py``.
+"""
+
+_STEP_MARKS = ("profiler_start_forward_ct", "profiler_target_forward_ct")
+"""Counted in steps of this rank: they move along when ``forward_ct`` does."""
+
+
+def read_counters(scheduler: SglangScheduler) -> dict[str, Any]:
+    """The values of :data:`COUNTERS` that this scheduler has."""
+    return {path: value for path in COUNTERS if (value := find(scheduler, path)) is not None}
+
+
+def write_counters(scheduler: SglangScheduler, values: dict[str, Any]) -> None:
+    """Hold what :func:`read_counters` has read from the leader."""
+    for name in _STEP_MARKS:
+        if (mark := getattr(scheduler, name, None)) is not None:
+            assign(scheduler, **{name: mark + values["forward_ct"] - scheduler.forward_ct})
+    for path, value in values.items():
+        owner, _, name = path.rpartition(".")
+        assign(find(scheduler, owner) if owner else scheduler, **{name: value})
+
+
+def find(root: Any, path: str) -> Any:
+    """The attribute at this dotted path, or None."""
+    for name in path.split("."):
+        root = getattr(root, name, None)
+    return root

@@ -1,0 +1,63 @@
+"""What a rank sends: tokens to the detokenizer, and replies to the TokenizerManager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+from sglang.srt.managers.io_struct import AbortReq, BaseReq, BatchTokenIDOutput
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.utils.network import get_zmq_socket
+
+from sglang_pat.host.assign import assign
+
+
+def list_names(output: Any) -> list[str]:
+    """Names of the requests whose tokens are in ``output``; empty for one without tokens."""
+    return (output.rids or []) if isinstance(output, BatchTokenIDOutput) else []
+
+
+def add_info(output: BatchTokenIDOutput, key: str, values: list[Any]) -> None:
+    """Add ``values``, one for each request of the output, to what their clients get as ``meta_info[key]``."""
+    assign(output, customized_info=(output.customized_info or {}) | {key: values})
+
+
+def open_push_socket(context: zmq.Context, address: str) -> zmq.Socket:
+    return get_zmq_socket(context, zmq.PUSH, address, False)
+
+
+class ControlSender:
+    """Stands for SGLang's ``send_to_tokenizer`` on a leader: replies go through the coordinator,
+    which merges those of all leaders into one.
+
+    Args:
+        send: to the coordinator.
+        end_waiting: called with the word that a waiting request is aborted, in place of sending it, where that would
+            overtake tokens of the request.
+    """
+
+    def __init__(self, send: Callable[[Any], None], end_waiting: Callable[[AbortReq, Req], None]) -> None:
+        self._send = send
+        self._end_waiting = end_waiting
+
+    def send_output(self, output: Any, recv_obj: Any = None) -> None:
+        if isinstance(output, AbortReq) and isinstance(recv_obj, Req) and recv_obj.output_ids:
+            self._end_waiting(output, recv_obj)
+            return
+        if isinstance(recv_obj, BaseReq) and recv_obj.http_worker_ipc is not None and output.http_worker_ipc is None:
+            assign(output, http_worker_ipc=recv_obj.http_worker_ipc)
+        self._send(output)
+
+
+class RpcRelay:
+    """Stands for SGLang's ``recv_from_rpc``: requests come through the coordinator, replies go back to it."""
+
+    def __init__(self, send: Callable[[Any], None]) -> None:
+        self._send = send
+
+    def recv_pyobj(self, flags: int = 0) -> Any:
+        raise zmq.Again()
+
+    def send_pyobj(self, obj: Any) -> None:
+        self._send(obj)

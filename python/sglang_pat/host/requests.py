@@ -1,0 +1,221 @@
+"""One request of SGLang's: what others read of it, and its whole state, read on one rank and restored on another.
+
+SGLang (0.5.12) keeps all of it in attributes of ``Req``.  Where a request's KV lies is in ``host/kv.py`` and
+``host/tree.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
+
+from sglang_pat.host.assign import assign
+
+__all__ = ["Req", "TokenizedGenerateReqInput"]
+
+# -- what others read --------------------------------------------------------------------------------------------------
+
+
+def get_name(req: Req) -> str:
+    return req.rid
+
+
+def count_prompt(req: Req) -> int:
+    """Tokens of the prompt."""
+    return len(req.origin_input_ids)
+
+
+def count_output(req: Req) -> int:
+    """Tokens generated so far."""
+    return len(req.output_ids)
+
+
+def count_tokens(req: Req) -> int:
+    """Tokens of prompt and output."""
+    return req.seqlen
+
+
+def get_output(req: Req) -> Sequence[int]:
+    """Token ids generated so far."""
+    return req.output_ids
+
+
+def get_sampling_params(req: Req) -> Any:
+    return req.sampling_params
+
+
+def has_ended(req: Req) -> bool:
+    return req.finished()
+
+
+def is_in_pieces(req: Req) -> bool:
+    """Whether some pieces of its prompt are computed, and not all."""
+    return bool(req.extend_batch_idx) and not req.output_ids
+
+
+def get_entry_time(req: Req) -> float:
+    """When it came into the queue, by which priority scheduling sorts."""
+    return req.time_stats.wait_queue_entry_time
+
+
+def set_entry_time(req: Req, at: float) -> None:
+    assign(req.time_stats, wait_queue_entry_time=at)
+
+
+def is_answer_due(req: Req) -> bool:
+    """Whether it has ended and its client has not been told; a health probe is no request."""
+    return req.finished() and not req.finished_output and HEALTH_CHECK_RID_PREFIX not in req.rid
+
+
+def is_cut_off(req: Req, full: bool) -> bool:
+    """Whether its end says nothing of how long it would have become: it was aborted, or ended for its length and is
+    ``full``, as long as it may be."""
+    return isinstance(req.finished_reason, FINISH_ABORT) or (full and isinstance(req.finished_reason, FINISH_LENGTH))
+
+
+def describe_account(req: Req) -> tuple:
+    """What SGLang decides by about one request."""
+    entered = req.time_stats.wait_queue_entry_time
+    return req.rid, req.priority, entered, len(req.output_ids), req.kv_committed_len, req.cache_protected_len
+
+
+# -- what a switch changes ---------------------------------------------------------------------------------------------
+
+
+def mark_own_prefix(req: Req) -> None:
+    """What a waiting request finds in the tree is its own, and does not count as a hit of the cache."""
+    assign(req, retracted_stain=req.retracted_stain or bool(req.output_ids or req.extend_batch_idx))
+
+
+def start_anew(req: Req) -> None:
+    """Its KV is lost: it goes back to the queue as tokens."""
+    assign(req, req_pool_idx=None)
+    req.reset_for_retract()
+    drop_piece_logprobs(req)
+
+
+def drop_piece_logprobs(req: Req) -> None:
+    """Forget the logprobs of pieces that are computed again: SGLang (0.5.12) forgets some and keeps others."""
+    assign(
+        req,
+        temp_input_top_logprobs_val=None,
+        temp_input_top_logprobs_idx=None,
+        temp_input_token_ids_logprobs_val=None,
+        temp_input_token_ids_logprobs_idx=None,
+    )
+
+
+@contextmanager
+def keep_piece_logprobs(waiting: Sequence[Req]) -> Iterator[None]:
+    """Inside, SGLang makes a batch of some of ``waiting``.
+
+    It takes no KV from the tree of tokens whose logprobs are asked for, and computes both.  Of a prompt in pieces that
+    a switch has brought the logprobs are there.
+    """
+    begun = [(req, req.logprob_start_len) for req in waiting if req.input_token_logprobs]
+    for req, start in begun:
+        assign(req, logprob_start_len=start + len(req.input_token_logprobs))
+    try:
+        yield
+    finally:
+        for req, start in begun:
+            assign(req, logprob_start_len=start)
+
+
+def get_pending_end(req: Req) -> Any | None:
+    """The reason for which it is to end with its next step; None if it goes on."""
+    return req.to_finish
+
+
+def abort(req: Req, reason: Any) -> None:
+    """End it for the ``reason`` that :func:`get_pending_end` gave."""
+    req.set_finish_with_abort(reason.message)
+
+
+# -- the whole state ---------------------------------------------------------------------------------------------------
+
+CARRIED = (
+    "output_ids decoded_text surr_offset read_offset cur_decode_ids_len send_token_offset send_decode_id_offset "
+    "send_output_token_logprobs_offset input_logprob_sent input_token_logprobs_val input_token_logprobs_idx "
+    "input_top_logprobs_val input_top_logprobs_idx input_token_ids_logprobs_val input_token_ids_logprobs_idx "
+    "output_token_logprobs_val output_token_logprobs_idx output_top_logprobs_val "
+    "output_top_logprobs_idx output_token_ids_logprobs_val output_token_ids_logprobs_idx hidden_states customized_info "
+    "cached_tokens cached_tokens_device cached_tokens_host cached_tokens_storage "
+    "_cache_breakdown_computed retraction_count is_retracted retracted_stain to_finish finished_reason finished_len "
+    "finished_output reasoning_tokens _is_reasoning_over return_logprob logprob_start_len origin_input_ids "
+    "extend_batch_idx decode_batch_idx grammar_wait_ct temp_scaled_logprobs top_p_normalized_logprobs "
+    "has_log_time_stats "
+    # of the pieces of a prompt that have been computed
+    "input_token_logprobs temp_input_top_logprobs_val temp_input_top_logprobs_idx "
+    "temp_input_token_ids_logprobs_val temp_input_token_ids_logprobs_idx"
+).split()
+"""Attributes that go over as they are."""
+
+LATE = frozenset({"cur_decode_ids_len", "input_top_logprobs_val"})
+"""Attributes that SGLang makes on first use: a fresh request does not have them."""
+
+LOGPROBS = tuple(name for name in CARRIED if re.fullmatch("(in|out)put_.*logprobs_(val|idx)", name))
+"""Lists with an entry for each token where logprobs are asked for.  SGLang sends each entry to the client once, a
+stretch of some tokens at a time, and does not look at it again."""
+
+
+def seal(given: TokenizedGenerateReqInput, prompt: array) -> bytes:
+    """What of a request never changes, pickled: as the TokenizerManager sent it, and its prompt's token ids."""
+    request = copy.copy(given)
+    assign(request, input_ids=None)  # the prompt has them
+    return pickle.dumps((request, prompt), pickle.HIGHEST_PROTOCOL)
+
+
+def unseal(sealed: bytes) -> tuple[TokenizedGenerateReqInput, array]:
+    """The request as it came in, and its prompt's token ids (unsigned 32 bit)."""
+    request, prompt = pickle.loads(sealed)
+    assign(request, input_ids=prompt.tolist())
+    return request, prompt
+
+
+def read_state(req: Req, given: TokenizedGenerateReqInput) -> tuple[array, dict[str, Any]]:
+    """The tokens generated so far (unsigned 32 bit), and the other values of :data:`CARRIED`, but for a prompt that is
+    still the one ``given``."""
+    state = {name: getattr(req, name) for name in CARRIED if hasattr(req, name)}
+    if req.origin_input_ids is given.input_ids:
+        del state["origin_input_ids"]
+    return array("I", state.pop("output_ids")), state
+
+
+def read_times(req: Req) -> dict[str, float]:
+    """Numeric fields of SGLang's time stats, seconds of this machine's clock."""
+    stats = req.time_stats
+    return {
+        field.name: value for field in fields(stats) if isinstance(value := getattr(stats, field.name), (int, float))
+    }
+
+
+def count_sent_logprobs(req: Req, name: str, length: int) -> int:
+    """How many of the ``length`` entries of ``name``, one of :data:`LOGPROBS`, its client has."""
+    if name.startswith("input_"):
+        return length if req.input_logprob_sent else 0
+    # SGLang's count is at least one, also after an output without tokens.
+    return min(req.send_output_token_logprobs_offset, length)
+
+
+def write_state(req: Req, output: array, state: dict[str, Any], times: dict[str, float]) -> None:
+    """Give a fresh ``req`` what :func:`read_state` and :func:`read_times` have read from another."""
+    tokens = output.tolist()
+    assign(req, output_ids=tokens, **{name: value for name, value in state.items() if name not in LATE})
+    vars(req).update((name, state[name]) for name in LATE & state.keys())
+    assign(req.time_stats, **times)
+    if req.surr_offset is not None:
+        # SGLang keeps this list beside its parts; rebuilt instead of sent twice.
+        req.surr_and_decode_ids = (
+            list(req.origin_input_ids_unpadded[req.surr_offset :]) + tokens[: req.cur_decode_ids_len]
+        )

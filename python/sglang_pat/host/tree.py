@@ -1,0 +1,87 @@
+"""SGLang's radix tree: the KV of prompts and of requests that wait, found by tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.common import evict_from_tree_cache
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_pat.host.assign import assign
+from sglang_pat.host.contract import SglangScheduler
+
+
+def keeps_kv(scheduler: SglangScheduler) -> bool:
+    """Whether there is a tree that keeps anything (``--disable-radix-cache``)."""
+    tree = scheduler.tree_cache
+    return not (tree.is_chunk_cache() or tree.disable)
+
+
+def get_root(scheduler: SglangScheduler) -> Any | None:
+    """The root, which holds nothing; None where there is no tree."""
+    return getattr(scheduler.tree_cache, "root_node", None)
+
+
+def find_kv(scheduler: SglangScheduler, req: Req) -> torch.Tensor:
+    """Slots of the first tokens of ``req`` that the tree has, of all but its last one, ``[tokens]``."""
+    if not keeps_kv(scheduler):
+        return torch.empty(0, dtype=torch.int64)
+    key = RadixKey((req.origin_input_ids + req.output_ids)[:-1], req.extra_key)
+    return scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key)).device_indices
+
+
+def leave_kv(scheduler: SglangScheduler, req: Req, slots: np.ndarray) -> tuple[int, np.ndarray, Any]:
+    """Put the KV of ``req``, which lies in ``slots``, into the tree.
+
+    Returns:
+        How many of its first tokens the tree has had elsewhere, the slots of all of them now, and the last node.
+    """
+    tree: BasePrefixCache = scheduler.tree_cache
+    key = RadixKey((req.origin_input_ids + req.output_ids)[: len(slots)], req.extra_key)
+    given = InsertParams(key=key, value=torch.from_numpy(slots), priority=getattr(req, "priority", 0) or 0)
+    known = tree.insert(given).prefix_len
+    match = tree.match_prefix(MatchPrefixParams(key=key))
+    return known, match.device_indices.numpy(), match.last_device_node
+
+
+def hold_kv(scheduler: SglangScheduler, req: Req, node: Any, protected: int) -> None:
+    """Keep what is in the tree up to ``node`` for ``req``, of whose tokens the tree has the first ``protected``."""
+    assign(req, cache_protected_len=protected, last_node=node, last_host_node=None, best_match_node=None)
+    scheduler.tree_cache.inc_lock_ref(node)
+
+
+def map_slots(scheduler: SglangScheduler, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace the slots of all nodes, int64 ``[tokens]`` in one tensor, by what ``change`` makes of them."""
+    nodes = list(scheduler.tree_cache.root_node.children.values())
+    for node in nodes:  # grows meanwhile
+        nodes += node.children.values()
+    if nodes:
+        flat = change(torch.cat([node.value for node in nodes]))
+        for node, value in zip(nodes, flat.split([len(node.value) for node in nodes]), strict=True):
+            assign(node, value=value)
+
+
+def inject(scheduler: SglangScheduler, prompts: list[list[int]]) -> None:
+    """Let the tree believe that the KV of ``prompts`` (token ids) is in the slots that it gives them: for measuring,
+    never for answers.
+
+    What lies in these slots stays: the time of a step does not depend on it, as long as requests differ in their last
+    tokens (a mixture's time depends on how many experts they choose).  Prompts that do not fit beside the live
+    requests are left out, and so are all where the tree keeps nothing (``--disable-radix-cache``).
+    """
+    tree = scheduler.tree_cache
+    if tree.is_chunk_cache():
+        return
+    allocator = tree.token_to_kv_pool_allocator
+    for ids in prompts:
+        evict_from_tree_cache(tree, len(ids))
+        slots = allocator.alloc(len(ids))
+        if slots is None:
+            return
+        known = tree.insert(InsertParams(key=RadixKey(ids), value=slots)).prefix_len
+        allocator.free(slots[:known])

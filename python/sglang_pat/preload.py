@@ -1,0 +1,12 @@
+"""Imported once by the fork server (``sglang_pat.launch.processes``), so that forked processes start at once."""
+
+import setproctitle
+
+# Finds the place of the process title by its environment, which each forked process then replaces.
+setproctitle.getproctitle()
+
+import sglang_pat.coordinator.process  # noqa: E402
+import sglang_pat.host.process  # noqa: E402, F401
+from sglang_pat.host.child import import_model_files  # noqa: E402
+
+import_model_files()

@@ -1,0 +1,103 @@
+"""A rank of a running judge follows its memory: between two batches it gives up layers, or takes them back.
+
+All ranks of the judge do so in the same turn of SGLang's loop, and stream equally many layers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import Any
+
+import torch
+
+from sglang_pat.memory.plan import GIB, read_available_memory
+from stream_layers.layers import StreamedLayers
+from stream_layers.residency import STEPS, Residency
+
+logger = logging.getLogger(__name__)
+
+EVERY = 16
+"""A busy judge looks at its memory in each turn of so many; an idle one in each, once a second."""
+
+
+class Follower:
+    """Called in each turn of a scheduler's loop, before its batch runs.
+
+    Args:
+        runner: SGLang's ``ModelRunner``.
+        streamed: the layers of its model.
+        group: the ranks of the judge, on CPUs.
+    """
+
+    def __init__(self, runner: Any, streamed: StreamedLayers, group: Any) -> None:
+        self._runner = runner
+        self._streamed = streamed
+        self._group = group
+        self._kept = self._measure()
+        self._steps: deque[float] = deque(maxlen=STEPS)
+        self._began: float | None = None
+        self._turns = 0
+
+    def turn(self, busy: bool) -> None:
+        """Look if it is time to.  ``busy``: a batch is about to run."""
+        if self._began is not None:
+            self._steps.append(time.perf_counter() - self._began)
+        self._turns += 1
+        if not busy or self._turns % EVERY == 0:
+            self._look()
+        self._began = time.perf_counter() if busy else None
+
+    def _look(self) -> None:
+        before, free = self._streamed.count, self._measure()
+        wanted = self._agree(self._choose(free))
+        if wanted == before:
+            return
+        begin = time.perf_counter()
+        self._streamed.stream(wanted)
+        # A rank had no room after all: the others give up what they took.
+        if (agreed := self._agree(self._streamed.count)) != self._streamed.count:
+            self._streamed.stream(agreed)
+        self._capture()
+        self._steps.clear()
+        logger.info(
+            "%d layers are resident (before: %d): %.2f GiB of the memory were free, %.2f when the judge had started; "
+            "it took %.1f s; %s",
+            self._streamed.total - agreed, self._streamed.total - before, free / GIB, self._kept / GIB,
+            time.perf_counter() - begin, self._streamed,
+        )  # fmt: skip
+
+    def _choose(self, free: int) -> int:
+        return Residency(
+            streamed=self._streamed.count, least=self._streamed.start, layers=self._streamed.total,
+            layer_bytes=self._streamed.layer_bytes, free=free, kept=self._kept,
+            copy_seconds=self._streamed.copy_seconds, steps=tuple(self._steps),
+        ).choose_count()  # fmt: skip
+
+    def _agree(self, count: int) -> int:
+        """The number of the rank that has to stream most."""
+        most = torch.tensor(count)
+        if self._runner.tp_size > 1:
+            torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=self._group)
+        return int(most)
+
+    def _capture(self) -> None:
+        """Have the graphs of decode steps read the parameters where they are now."""
+        if (graphs := self._runner.graph_runner) is None:
+            return
+        # A capture runs a step, which writes KV: not where that of the last step lies, but in the slot for padding.
+        given = graphs.buffers
+        for buffer in (given.input_ids, given.positions, given.req_pool_indices, given.out_cache_loc):
+            buffer.zero_()
+        given.seq_lens.fill_(graphs.seq_len_fill_value)
+        given.seq_lens_cpu.fill_(graphs.seq_len_fill_value)
+        graphs.capture()
+
+    def _measure(self) -> int:
+        return _measure_own_gpu() if self._runner.device == "cuda" else read_available_memory()
+
+
+def _measure_own_gpu() -> int:
+    """Bytes that a rank can take of its GPU, where it has a context: what is free, and what torch keeps for it."""
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

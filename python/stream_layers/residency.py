@@ -1,0 +1,55 @@
+"""When a running judge gives up layers on the GPU, and when it takes them back (RollPacker, 4.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stream_layers.plan import PLACES, count_saved
+
+STEPS = 64
+"""So many of the latest steps are looked at."""
+HIDDEN = 1.25
+"""A step that takes so many times as long as its copies does not wait for them."""
+WORTH = 0.1
+"""The share of the time, in steps that wait for copies, from which on layers are taken back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residency:
+    """What a rank knows when it looks at its memory.  Bytes, and seconds."""
+
+    streamed: int
+    """Layers that are streamed now."""
+    least: int
+    """Layers that were streamed at the start: as many as had to be, beside an actor that was awake."""
+    layers: int
+    layer_bytes: int
+    free: int
+    """What this rank can take of the GPU now."""
+    kept: int
+    """What it could take when it had started: room for its activations."""
+    copy_seconds: float
+    """Of one layer."""
+    steps: Sequence[float]
+    """How long the latest steps took with so many layers streamed: long if sequences are long."""
+
+    def choose_count(self) -> int:
+        """How many layers to stream from now on.
+
+        Less than half of the room for activations left: as many more as make it whole.  Else fewer, if steps wait for
+        copies and the room stays whole; never fewer than at the start, since what an asleep actor leaves free is its.
+        """
+        saved = count_saved(self.streamed)
+        if self.free < self.kept // 2:
+            saved += -(-(self.kept - self.free) // self.layer_bytes)
+        elif self.do_steps_wait():
+            saved -= max(0, self.free - self.kept) // self.layer_bytes
+        saved = min(max(saved, count_saved(self.least)), count_saved(self.layers))
+        return saved and saved + PLACES
+
+    def do_steps_wait(self) -> bool:
+        """Whether the copies made the latest steps longer: those of short sequences, and of decode."""
+        hidden_from = HIDDEN * self.streamed * self.copy_seconds
+        waited = sum(seconds for seconds in self.steps if seconds < hidden_from)
+        return len(self.steps) == STEPS and waited > WORTH * sum(self.steps)

@@ -1,0 +1,135 @@
+"""SGLang calls every function of ours that replaces one of its own: in a generation, a switch, an update, a pause.
+
+What a new SGLang no longer calls is lost without an error: it fails here, by name.  What is put in place on a GPU only
+(``docs/sglang.md``, door *global*) is not seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from sglang_pat.testing import models
+from sglang_pat.testing.server import Server
+
+from . import called
+from .called import Function
+from .conftest import MODELS
+from .streams import Body, body, check_idle, endless, hold, post, stream_across, through
+from .weight_updates import Trainer, serialized, succeeded
+
+RANKS = 2
+FLAGS = "--enable-metrics --enable-return-routed-experts --max-running-requests 2 --soft-watchdog-timeout 300".split()
+
+UNCALLED = {
+    "LaunchedEngine.shutdown": "a program calls it (test_python_api.py); a server ends by a signal",
+    "Engine.__init__": "a program calls it (test_python_api.py)",
+    "Engine.shutdown": "a program calls it (test_python_api.py)",
+    "AdaptiveScheduler.get_init_info": "run_rank calls it, as SGLang's run_scheduler_process does in its place",
+    "AdaptiveServerArgs.add_cli_args": "host/arguments.py calls it, as SGLang's prepare_server_args does in its place",
+}
+"""What SGLang does not call, and why it need not."""
+
+MAKERS = ("__init__", "__post_init__")
+"""Methods that whoever makes an object calls; that may be ourselves."""
+
+
+def ask_for_everything() -> list[Body]:
+    """Requests whose ways through SGLang differ; each lives through two switches."""
+    experts = body(1, 40) | {"return_routed_experts": True}
+    constrained = body(2, 40, regex="([a-f]{3}-){20}z", ignore_eos=False)
+    penalised = body(3, 40, frequency_penalty=0.7, min_new_tokens=30, ignore_eos=False)
+    scored = body(4, 40, return_logprob=True, logprob_start_len=0, top_logprobs_num=2)
+    return [experts, constrained, penalised, scored, body(5, 40, stop_regex=["[xyz]{9}"])]
+
+
+async def abort_and_pause(server: Server) -> None:
+    """Some run, and some wait: of both a part is aborted by itself, the rest in a pause."""
+    async with server.session() as session:
+        work = await hold(server, session, [endless(i, rid=f"mine-{i}") for i in range(6)], step=5, tp=2)
+        for i in (0, 5):
+            assert await post(session, server, "/abort_request", {"rid": f"mine-{i}"}) == 200
+        assert await post(session, server, "/pause_generation", {"mode": "retract"}) == 200
+        assert await post(session, server, "/abort_request", {"abort_all": True}) == 200
+        assert await post(session, server, "/continue_generation", {}) == 200
+        await server.set_schedule(session)
+        await asyncio.gather(*work, return_exceptions=True)  # one is refused: it has no token
+    check_idle(server)
+
+
+def update_weights(server: Server, model: Path) -> None:
+    """In all four ways, with the weights that the engine has.  Over IPC a GPU would be needed: it is refused, late."""
+    state = load_file(model / "model.safetensors")
+    succeeded(server.post("/update_weights_from_disk", {"model_path": str(model)}))
+    items = [serialized(list(state.items())) for _ in range(RANKS)]
+    succeeded(server.post("/update_weights_from_tensor", {"serialized_named_tensors": items}))
+    trainer = Trainer(server, RANKS)
+    try:
+        succeeded(trainer.broadcast({"model.norm.weight": state["model.norm.weight"]}))
+    finally:
+        trainer.close()
+    assert not server.post("/update_weights_from_ipc", {"zmq_handles": {}}).json()["success"]
+
+
+def use(server: Server, model: Path, folder: Path) -> None:
+    """All that an engine does; at its end a rank fails."""
+    through(server, ask_for_everything(), {10: 2, 20: 1})
+    asyncio.run(stream_across(server, [body(6, 120)]))
+    both = {"input_ids": [body(i)["input_ids"] for i in (7, 8)], "sampling_params": {"max_new_tokens": 4}}
+    assert len(ask(server, "/generate", both)) == 2
+    asyncio.run(abort_and_pause(server))
+    update_weights(server, model)
+    for path in ("/pat/lend_ranks", "/pat/take_back_ranks"):
+        ask(server, path)
+    for path in ("/release_memory_occupation", "/resume_memory_occupation"):
+        assert server.post(path, {}).status_code == 200
+    assert server.post("/start_profile", {"output_dir": str(folder), "num_steps": 2, "activities": ["CPU"]}).ok
+    ask(server, "/generate", body(9, 8))
+    assert server.get("/server_info").ok
+    assert server.post("/open_session", {"capacity_of_str_len": 100, "session_id": "nobody"}).status_code >= 400
+    server.find_rank_process(1).kill()
+    server.process.wait(60)
+
+
+def ask(server: Server, path: str, given: Any = None) -> Any:
+    answer = server.post(path, given)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.fixture(scope="module")
+def functions(servers, tmp_path_factory) -> Mapping[Function, set[str]]:
+    """Of an engine that has done all that it can, who called each of our functions (:func:`called.read`)."""
+    folder = tmp_path_factory.mktemp("called")
+    model = models.make_random("qwen3_moe", MODELS / "qwen3_moe")
+    environment = {called.ENV: str(folder / "functions")}
+    server = servers.adaptive(model, RANKS, *FLAGS, env=environment, module="tests.engine.called")
+    servers.give_away(server)
+    with server:
+        use(server, model, folder)
+    return called.read(folder / "functions")
+
+
+def is_reached(function: Function, words: set[str]) -> bool:
+    """Whether SGLang calls it; by way of our override of it, where there is one."""
+    callers = words - {*called.KINDS}
+    is_ours_enough = called.INNER in words or function.name.rpartition(".")[2] in MAKERS
+    return bool(callers if is_ours_enough else callers - {"sglang_pat"})
+
+
+def test_sglang_calls_all_that_replaces_its_own(functions):
+    """But for the list, which has nothing that is called, and nothing that replaces none."""
+    replacing = {one: words for one, words in functions.items() if words & {*called.KINDS}}
+    assert len(replacing) > 100
+    assert {one.name for one, words in replacing.items() if not is_reached(one, words)} == UNCALLED.keys()
+
+
+def test_what_was_put_in_place_of_functions_is_seen(functions):
+    """In modules and classes of SGLang's: else the test above would say nothing of these."""
+    put = {one.name for one, words in functions.items() if called.PUT in words}
+    assert "make_watchdog" in put and "keep_routed_experts.<locals>.release_req" in put, put
