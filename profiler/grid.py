@@ -13,7 +13,7 @@ from sglang_pat.tools.commands import UsageError
 WARM_UP = 4
 """Decode steps of a full batch that are not counted."""
 STEPS, LEAST_STEPS = 32, 4
-"""Decode steps measured at a point; so many at least, where a step is slow."""
+"""Decode steps measured at a point, and their least number where a step is slow."""
 SLACK = 6
 """Decode steps by which requests of one batch may start apart."""
 SWITCH_ANSWER = 256
@@ -22,7 +22,7 @@ LEAST_CONTEXT, LEAST_GAP = 48, 16
 """Tokens: shortest context (the steps must fit below it), and the least distance of two."""
 
 BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (64, 512, 2048, 8192, 32768)
-"""Coarse: a finer grid decides no better (docs/results/profiler.md)."""
+"""Default axes, coarse: a finer grid decides no better (docs/results/profiler.md)."""
 LONE = (1, 4)
 PREFILL_BATCHES, PREFILL_LENGTHS = (1, 4), (64, 1024, 8192)
 SWITCH_CONTEXTS = (128, 2048)
@@ -63,7 +63,7 @@ class Grid:
     switch_context: tuple[int, ...] = SWITCH_CONTEXTS
 
     def __post_init__(self) -> None:
-        """Raises UsageError."""
+        """Raise UsageError unless the axes are usable."""
         for name, values in asdict(self).items():
             least = LEAST_CONTEXT if name in ("context", "switch_context") else 1
             if list(values) != sorted(set(values)) or any(value < least for value in values):
@@ -77,7 +77,7 @@ class Grid:
             raise UsageError("--grid: batch and context need at least one number each")
 
     def as_lists(self) -> dict[str, list[int]]:
-        """As the profile keeps it."""
+        """Axes as the profile keeps them."""
         return {name: list(values) for name, values in asdict(self).items()}
 
 
@@ -155,7 +155,7 @@ class Point:
 
     @property
     def row(self) -> tuple:
-        """What it has in common with those that differ in batch and context."""
+        """What a point has in common with those that differ in batch and context."""
         return (self.kind, self.tp, self.to_tp, self.replicas)
 
     def __str__(self) -> str:
@@ -207,7 +207,7 @@ def _round(grid: Grid, limits: Limits, number: int) -> Iterator[Point]:
 
 
 def _sort_coarse_first(values: Sequence[int]) -> list[int]:
-    """Both ends, the middle, the quarters, ...: beyond the ends a policy has only a guess."""
+    """Values in the order both ends, the middle, the quarters, ...: beyond the ends a policy has only a guess."""
     found, step = [*values[:1], *values[-1:]], 1 << len(values).bit_length()
     while step > 1:
         step //= 2
@@ -216,7 +216,7 @@ def _sort_coarse_first(values: Sequence[int]) -> list[int]:
 
 
 def list_required_points(found: Sequence[Point]) -> set[Point]:
-    """Those without which nothing can be predicted: the first decode point of each layout with all its replicas, and
+    """Points without which nothing can be predicted: the first decode point of each layout with all its replicas, and
     the first switch of each pair that moves KV."""
     first: dict[tuple[int, int], Point] = {}
     for point in found:

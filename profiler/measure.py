@@ -14,13 +14,13 @@ from profiler.windows import decode_windows, measure_prefill_seconds
 from sglang_pat.predict.profile import DecodePoint, PrefillPoint, SwitchSample
 
 ATTEMPTS = 5
-"""Runs in which the batch was not what it should be (requests placed otherwise), before giving up."""
+"""Number of runs in which the batch may not be what it should be (requests placed otherwise), before giving up."""
 FILLER_STEPS = 12
 """Decode steps of the requests that keep the other replicas' places while one is filled."""
 PREFILLS, QUICK_SECONDS = 3, 1.0
-"""A prefill is repeated, so many times at most, until its runs took so long together."""
+"""Most repeats of a prefill, and the seconds that its runs must have taken together for it to end sooner."""
 SWITCH_ROUNDS = 3
-"""There and back, so many times with the same requests."""
+"""Number of times that switches go there and back with the same requests."""
 
 
 class NotMeasured(RuntimeError):
@@ -28,7 +28,7 @@ class NotMeasured(RuntimeError):
 
 
 class TooSlow(NotMeasured):
-    """It took longer than it may: what has more requests or tokens does so, too."""
+    """A point takes longer than it may: what has more requests or tokens does so, too."""
 
 
 async def decode(
@@ -120,7 +120,7 @@ async def measure_prefill(rig: Rig, point: Point, limit: float = math.inf) -> Pr
 
 
 async def measure_switches(rig: Rig, point: Point, limit: float = math.inf) -> list[SwitchSample]:
-    """From ``point.tp`` to ``point.to_tp`` and back, :data:`SWITCH_ROUNDS` times.
+    """Samples of switches from ``point.tp`` to ``point.to_tp`` and back, :data:`SWITCH_ROUNDS` times.
 
     Raises:
         NotMeasured: the requests ended too soon, or do not begin within ``limit`` seconds.

@@ -74,7 +74,7 @@ def _compare(path: Path, pairs: list[tuple[str, object, object]]) -> None:
 
 
 class Store:
-    """A profile on its way to ``path``.  Every ``add`` saves."""
+    """A profile on its way to ``path``.  Every ``add`` saves it."""
 
     def __init__(self, path: Path, profile: Profile) -> None:
         self.path, self.profile = path, profile

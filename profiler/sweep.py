@@ -41,12 +41,13 @@ from sglang_pat.tools.console import Speaker
 from sglang_pat.tools.cpu_share import Meter
 
 SHARES, LEAST_LIMIT = 5, 0.05
-"""A point may take so many times its share of the time left, and this part of the budget in any case.  What is slower
-is left out, and what has more requests or tokens is not tried: there the predictor goes on with the last slope."""
+"""Factors of a point's limit: it may take so many times its share of the time left, and this part of the budget in any
+case.  What is slower is left out, and what has more requests or tokens is not tried: there the predictor goes on with
+the last slope."""
 LEAST_SHARE = 0.5
-"""Seconds of a point, however little time is left."""
+"""Least seconds of a point, however little time is left."""
 TEMPERATURE = 1.0
-"""Of the sampling: a step of a rollout."""
+"""Temperature of the sampling, as in a rollout."""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -192,7 +193,7 @@ class Sweep:
 
     @property
     def line(self) -> str:
-        """How far it is."""
+        """One line that says how far the sweep is."""
         text = f"  {self.done:3d} of {self.total} points, {clock(self.left)} left: {self.what}"
         return text + (f"; {self.left_out} left out" if self.left_out else "")
 
@@ -231,7 +232,7 @@ class Sweep:
         store.change(machine=store.profile.machine | {"others_share": others} | left)
 
     async def _warm_up(self) -> None:
-        """Each layout once, not counted: the first steps of an engine are slow."""
+        """Warm up each layout once, not counted: the first steps of an engine are slow."""
         for layout in self._limits.layouts:
             first = next((p for p in self._points if (p.kind, p.tp) == ("decode", layout.tp)), None)
             if first is not None:

@@ -31,7 +31,7 @@ from sglang_pat.tools.prompts import PROMPTS
 
 RUNS = 3
 VALIDATION = "validation.json"
-"""In the folder of a report."""
+"""Name of the validation in the folder of a report."""
 
 
 class LayoutComparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +64,7 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Raises UsageError or ProfileError."""
+    """The command; raises UsageError or ProfileError."""
     parser = Parser(prog="python -m profiler.validate", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("profile", type=Path, metavar="profile.json")
     parser.add_argument("--model-path", "--model", required=True, metavar="M")

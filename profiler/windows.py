@@ -13,7 +13,8 @@ from typing import Any
 from profiler.grid import LEAST_STEPS, STEPS, WARM_UP
 
 WINDOWS = 3
-"""The steps of one run are cut into so many windows, where there are enough: one that was disturbed is outvoted."""
+"""Number of windows into which the steps of one run are cut, where there are enough: one that was disturbed is
+outvoted."""
 
 Step = dict[str, Any]
 

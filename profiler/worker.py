@@ -30,7 +30,7 @@ END_SECONDS = 60
 
 
 def search_path() -> dict[str, str]:
-    """For the environment of a process that is to find modules where this one does."""
+    """Environment of a process that is to find modules where this one does."""
     return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 

@@ -23,11 +23,12 @@ KV_EXCHANGES = ("direct", "alltoall", "allgather")
 KV_MODES = ("auto", "migrate", "recompute")
 GPU_ORDERS = ("rank", "neighbours")
 VARIABLE = "SGLANG_PAT"
-"""With it set, whatever launches SGLang in a process gets the adaptive engine: ``base_tp=1,policy=survival,…``."""
+"""Variable with which whatever launches SGLang in a process gets the adaptive engine:
+``base_tp=1,policy=survival,…``."""
 STREAM_VARIABLE = "SGLANG_PAT_STREAM_LAYERS"
-"""With it set, an engine is a plain one that streams layers from host memory: their number, or ``auto``."""
+"""Variable with which an engine is a plain one that streams layers from host memory: their number, or ``auto``."""
 MOST_STEPS = 1000
-"""Of a turn of the calibration."""
+"""Most decode steps of a turn of the calibration."""
 
 
 def check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:

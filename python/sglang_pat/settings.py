@@ -138,10 +138,11 @@ SETTINGS = (
         "alltoall: through the process group. allgather: as in the PAT paper, to compare with.", choices=KV_EXCHANGES,
     ),
 )  # fmt: skip
-"""What has a flag.  The base layout is ``--tp`` and ``--dp`` there."""
+"""The settings that have a flag.  The base layout is ``--tp`` and ``--dp`` there."""
 
 BASE_TP = Setting("base_tp", 1, "TP degree of the base layout")
-"""Only where somebody else says how many GPUs the engine has, and calls that number its TP degree."""
+"""The degree of the base layout, where somebody else says how many GPUs the engine has, and calls that number its TP
+degree."""
 
 _NOT_OF_THE_CONFIGURATION = ("cpu_overlap",)
 
@@ -267,5 +268,5 @@ def make_engine_settings(given: Mapping[str, Any], number: int) -> dict[str, Any
 
 
 def format_divisors(count: int) -> str:
-    """For a message: the numbers that divide ``count``."""
+    """The numbers that divide ``count``, for a message."""
     return ", ".join(str(number) for number in range(1, count + 1) if count % number == 0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Lease:
-    """Of one client, for one thing.
+    """What one client holds, for as long as it is heard of.
 
     Attributes:
         client: its name.
@@ -23,7 +23,7 @@ class Lease:
     heard: float
 
     def get_seconds_left(self, now: float) -> float | None:
-        """0 if it is over; None if it does not end."""
+        """Seconds until the lease is over, at least 0; None if it does not end."""
         return None if self.seconds is None else max(0.0, self.heard + self.seconds - now)
 
     def is_over(self, now: float) -> bool:
@@ -31,7 +31,7 @@ class Lease:
 
 
 class Leases:
-    """All that there are."""
+    """All leases of an engine."""
 
     def __init__(self) -> None:
         self._leases: list[Lease] = []
@@ -44,7 +44,7 @@ class Leases:
         self._leases = [other for other in self._leases if other is not lease]
 
     def hear(self, client: str, now: float) -> None:
-        """The client has called, or the engine has a request of its."""
+        """Renew a client's leases: it has called, or the engine has a request of its."""
         for lease in self._leases:
             if lease.client == client:
                 lease.heard = max(lease.heard, now)

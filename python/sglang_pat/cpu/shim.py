@@ -150,7 +150,7 @@ class _TorchWithoutPinning(types.ModuleType):
 
 
 def _pin_nothing(module: types.ModuleType) -> None:
-    """Without CUDA, ``pin_memory=True`` in ``module`` makes a plain tensor, not an error."""
+    """Let ``pin_memory=True`` in ``module`` make a plain tensor, not an error, where there is no CUDA."""
     if not module.torch.cuda.is_available():
         module.torch = _TorchWithoutPinning(module.torch)
 

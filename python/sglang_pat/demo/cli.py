@@ -27,17 +27,18 @@ if TYPE_CHECKING:
 
 MINUTES = 8.0
 ROUNDS = {True: (1, 1), False: (2, 5)}
-"""Rounds, quick or not: at least, at most."""
+"""Least and most rounds, by whether the demonstration is quick."""
 CONCLUSION_SECONDS = 15.0
-"""Kept for table and picture, and for the end of the engines."""
+"""Seconds kept for table and picture, and for the end of the engines."""
 GRID = "batch=1,4,16,48;context=64;lone=1;prefill_batch=1,8;prefill_length=32;switch_requests=8;switch_context=64"
 QUICK_GRID = "batch=1,4,8;context=64;lone=1;prefill_batch=1;prefill_length=32;switch_requests=4;switch_context=64"
 BUDGET = {True: "15s", False: "80s"}
-"""Of a sweep, quick or not; the start of its engine, which takes up to half of it, counts."""
+"""Budget of a sweep, by whether the demonstration is quick; the start of its engine, which takes up to half of it,
+counts."""
 EVEN = 0.02
 """Times nearer to each other than this share are level."""
 WRONG_SHARE = 0.05
-"""Where more responses than this differ between the layouts, it is not rounding."""
+"""Share of responses that may differ between the layouts by rounding."""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -121,7 +122,7 @@ def may_fork() -> bool:
 
 
 def make_model(case: Case, speaker: Speaker) -> Path:
-    """Its folder."""
+    """Make the case's model, and return its folder."""
     from sglang_pat.demo.contest import DemoError
 
     try:
@@ -132,7 +133,7 @@ def make_model(case: Case, speaker: Speaker) -> Path:
 
 
 def make_stop_rule(over: float, least: int, most: int) -> Callable[[int, float], bool]:
-    """Whether there is another round: if it is likely to end in time."""
+    """A rule whether there is another round: if it is likely to end in time."""
     return lambda done, longest: done < least or (done < most and time.monotonic() + longest < over)
 
 

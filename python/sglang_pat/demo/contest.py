@@ -40,11 +40,11 @@ RANKS = ("--tp", "1", "--dp", "2", "--max-running-requests", "128", "--device", 
 KV_TOKENS = 20_000
 
 WARM_REQUESTS, WARM_TOKENS = 8, 4
-"""Of the runs that do not count, and the length of their responses.  The adaptive engine gets ``ALIKE`` whole batches
-of this length, too: then policies know how large a round is (``coordinator/round_tracker.py``)."""
+"""Requests of the runs that do not count, and the tokens of their responses.  The adaptive engine gets ``ALIKE`` whole
+batches of this length, too: then policies know how large a round is (``coordinator/round_tracker.py``)."""
 
 RETURN_SECONDS = 30.0
-"""How long an engine that has run empty may take to go back to its base layout."""
+"""Seconds that an engine that has run empty may take to go back to its base layout."""
 
 
 class DemoError(Exception):
@@ -53,7 +53,7 @@ class DemoError(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """``end``: seconds after the first request."""
+    """A response; ``end``: seconds after the first request."""
 
     end: float
     tokens: int
@@ -62,7 +62,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Switch:
-    """``at``: seconds after the first request, without the preparation; ``pause``: seconds; what was alive."""
+    """A switch; ``at``: seconds after the first request, without the preparation; ``pause``: seconds; what was
+    alive."""
 
     from_tp: int
     to_tp: int
@@ -111,7 +112,7 @@ class Result:
         return [run.contender for run in self.rounds[0]]
 
     def list_seconds(self, contender: str) -> list[float]:
-        """Of its batches, by round."""
+        """Seconds of a contender's batches, by round."""
         at = self.contenders.index(contender)
         return [runs[at].seconds for runs in self.rounds]
 
@@ -124,12 +125,12 @@ class Result:
         return sorted(self.contenders[:-1], key=self.compute_median)
 
     def count_different(self) -> int:
-        """Responses of all rounds whose texts are not the same with all contenders."""
+        """Number of responses of all rounds whose texts are not the same with all contenders."""
         texts = (zip(*([answer.text for answer in run.answers] for run in runs), strict=True) for runs in self.rounds)
         return sum(len(set(of_one)) > 1 for of_round in texts for of_one in of_round)
 
     def count_responses(self) -> int:
-        """Responses of all rounds, of one contender."""
+        """Number of responses of all rounds, of one contender."""
         return sum(len(runs[0].answers) for runs in self.rounds)
 
 
@@ -208,7 +209,7 @@ class Contender:
         return Run(self.name, answers, parse_switches(status, began, status["num_switches"] - before), others)
 
     def _return_to_base(self) -> dict[str, Any]:
-        """The status once the engine is empty, and, if it is adaptive, in its base layout."""
+        """Wait until the engine is empty and, if it is adaptive, in its base layout; returns its status."""
         begin = time.monotonic()
         while True:
             status = self.server.status()
@@ -220,7 +221,7 @@ class Contender:
 
 
 async def _send(server: Server, bodies: list[dict[str, Any]]) -> tuple[float, list[Answer]]:
-    """The unix time of the first request, and the answers."""
+    """Send the requests; returns the unix time of the first one, and the answers."""
     async with server.session() as session:
         began = time.time()
 
@@ -321,7 +322,7 @@ def _start_contenders(
 
 
 def _call_with_server_log(server: Server, what: Callable[[], T]) -> T:
-    """``what()``; whatever goes wrong is a DemoError with the end of the server's log."""
+    """Call ``what``; whatever goes wrong is a DemoError with the end of the server's log."""
     try:
         return what()
     except (DemoError, KeyboardInterrupt):

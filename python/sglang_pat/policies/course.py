@@ -18,7 +18,8 @@ STEPS = 48
 """Intervals of the grid over future tokens."""
 
 FIRST_STEP = 16
-"""Tokens of its first interval; the others grow geometrically up to the most that any request may still generate."""
+"""Tokens of the grid's first interval; the others grow geometrically up to the most that any request may still
+generate."""
 
 CLASSES = 96
 """Requests alike in length and limit are counted together, into about this many classes at most."""
@@ -112,9 +113,9 @@ class Course:
     to_go: np.ndarray
 
     def follow(self, start: int, tp: int) -> tuple[np.ndarray, np.ndarray]:
-        """From the start of interval ``start``, where ``tp`` is in force: expected seconds up to the start of each
-        later one and to the end, and the degree in force there, ``[intervals - start + 1]`` each; both begin with now.
-        """
+        """Expected seconds and the degrees in force on the best course from the start of interval ``start``, in ``tp``:
+        ``[intervals - start + 1]`` each.  Seconds count up to the start of each later interval and to the end; both
+        begin with now."""
         here = self.degrees.index(tp)
         seconds, held = [0.0], [tp]
         for step in range(start, len(self.choice)):
@@ -283,7 +284,7 @@ def _find_course(degrees: tuple[int, ...], running: np.ndarray, switching: np.nd
 
 
 def _compute_share_after(snapshot: Snapshot, tp: int) -> float:
-    """Of the other requests, those on the same replica as a request, averaged over requests, when ``tp`` is taken.
+    """Mean over requests of the share of the other requests that are on the same replica in ``tp``.
 
     Replicas merge whole when tp is raised; when it is lowered the requests of each are spread over its parts.
     """

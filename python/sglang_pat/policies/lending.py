@@ -51,20 +51,21 @@ FIRST_MILESTONE = 0.2
 """Completion at which ranks may be lent first (the paper's)."""
 
 LAST_MILESTONE = 0.5
-"""Up to which a lending may be put off for a better moment, and up to which, where no step times are known, ranks are
-lent as soon as KV fits (the paper's)."""
+"""Completion up to which a lending may be put off for a better moment, and up to which, where no step times are known,
+ranks are lent as soon as KV fits (the paper's)."""
 
 LEAST_REST = 0.5
-"""After it the rest must be expected to last as long as it takes to generate this share of a response."""
+"""Share of a response that must still be generated after a lending: the round is expected to last at least that
+long."""
 
 ROOM = 0.9
-"""Of the KV room of the ranks that stay: so much the projected peak may take.  Lengths vary, and replicas differ."""
+"""Share of the KV room of the ranks that stay that the projected peak may take.  Lengths vary, and replicas differ."""
 
 MARGIN = 0.01
 """Lending must gain at least this share of the rest of the round."""
 
 MARGIN_SECONDS = 0.1
-"""And at least this much."""
+"""Seconds that lending must gain at least, besides :data:`MARGIN`."""
 
 UNLIKELY = 0.001
 """An end of the round that is less likely by then is left out of account, once a whole batch of lengths is known."""
@@ -182,7 +183,7 @@ class TrainingPace:
         self._since: float | None = None
 
     def begin_step(self, now: float) -> None:
-        """The one before is over."""
+        """Keep the paces of the step that is over, and begin with the next one."""
         whole = [chunk for chunk in self._chunks if not chunk[2]]
         first, *later = [chunk for chunk in self._chunks if chunk[2]] or [(0.0, 0, True)]
         self._whole.extend(_compute_pace(whole))
@@ -193,24 +194,24 @@ class TrainingPace:
         self._chunks, self._began, self._since = [], now, None
 
     def lend(self, now: float) -> None:
-        """Ranks are lent from now on."""
+        """Record that ranks are lent from now on."""
         self._since = now
 
     def take_back(self) -> None:
-        """None are."""
+        """Record that no ranks are lent any more."""
         self._since = None
 
     def add(self, seconds: float, tokens: int, lent: bool) -> None:
-        """Of a chunk; ``lent``: on lent ranks."""
+        """Record a chunk; ``lent``: it was trained on lent ranks."""
         self._chunks.append((seconds, tokens, lent))
 
     @property
     def is_known(self) -> bool:
-        """A step was trained with all ranks."""
+        """Whether a step was trained with all ranks."""
         return bool(self._whole)
 
     def describe(self, now: float) -> dict[str, Any]:
-        """Fields of :class:`Training`."""
+        """Fields of :class:`Training` that are known now."""
         whole = min(self._whole, default=0.0)
         found: dict[str, Any] = {"seconds_per_token": whole, "setup": min(self._setup, default=0.0)}
         if self._lent and whole:
@@ -349,12 +350,12 @@ def make_lending_policy(
 
 
 def _say(snapshot: Snapshot, move: Move, why: str) -> LendingDecision:
-    """Without an estimate."""
+    """A decision without an estimate."""
     return LendingDecision(move=move, why=why, tp=snapshot.tp)
 
 
 def _choose_half_tp(usable: Sequence[int], tp: int) -> int:
-    """The degree of those that stay: the one in force, or the next lower one that fits them."""
+    """Degree of the ranks that stay: the one in force, or the next lower one that fits them."""
     return max(degree for degree in usable if degree <= max(tp, usable[0]))
 
 
@@ -394,8 +395,8 @@ class _Courses:
         return whole, half
 
     def seconds_if_returned(self, start: int, moving: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """With ranks lent from the start of an interval: seconds up to the start of each later one, and seconds of the
-        whole rest if they are taken back there; both begin with now and end with the end of the round."""
+        """Seconds with ranks lent from the start of interval ``start``: up to the start of each later interval, and of
+        the whole rest if they are taken back there.  Both begin with now and end with the end of the round."""
         lent, held = self.half.follow(start, self.half_tp)
         at = [self.whole.degrees.index(tp) for tp in held]
         return lent, lent + moving[start:] + self.whole.to_go[np.arange(start, len(self.whole.to_go)), at]
@@ -458,7 +459,7 @@ class Work:
 
 
 def expect_work(load: Load, history: LengthHistory, training: Training, outlook: Outlook) -> Work:
-    """When groups will be complete: all of a prompt's responses that still run have ended."""
+    """The work expected of groups: each is complete when all of its prompt's responses that still run have ended."""
     ends = np.concatenate([[0.0], np.cumsum(outlook.width)])
     curve = history.make_curve(int(load.limit.max()), load.output)
     alive = _expect_alive(load, curve, ends)
@@ -499,7 +500,7 @@ def _count_hidden_seconds(lent: np.ndarray, work: np.ndarray, setup: float, slow
 
 
 def _decide_lending(courses: _Courses, moving: np.ndarray, work: Work, training: Training) -> LendingDecision:
-    """All ranks work: what is expected."""
+    """Decide while all ranks work, by what is expected."""
     training_seconds = training.seconds_per_token * work.tokens
     _, held = courses.whole.follow(0, courses.whole_tp)
     gains = np.full(len(moving), -np.inf)
@@ -539,7 +540,7 @@ def _estimate_loss(
 
 
 def _decide_return(courses: _Courses, moving: np.ndarray, work: Work, training: Training) -> LendingDecision:
-    """Ranks are lent."""
+    """Decide while ranks are lent."""
     lent, totals = courses.seconds_if_returned(0, moving)
     stays = float(totals[-1])
     totals -= _count_hidden_seconds(lent, training.seconds_per_token * work.tokens, 0.0, training.slowdown)

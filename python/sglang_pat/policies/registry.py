@@ -24,12 +24,12 @@ SLACK = 2
 
 
 def keep_layout(snapshot: Snapshot, history: LengthHistory) -> Decision:
-    """``manual`` and ``schedule``: others say when to switch."""
+    """The policy of ``manual`` and ``schedule``: others say when to switch."""
     return Decision(tp=snapshot.tp)
 
 
 def use_base_layout(snapshot: Snapshot, history: LengthHistory) -> Decision:
-    """``off``: never leave the base layout."""
+    """The policy of ``off``: never leave the base layout."""
     return Decision(tp=snapshot.degrees[0])
 
 
@@ -105,7 +105,7 @@ def _find_largest_useful_batch(profile: Profile, config: AdaptiveConfig, tp: int
 
 
 def select_graph_sizes(captured: Sequence[int], largest: int | None) -> list[int]:
-    """Those of SGLang's batch sizes that a layout needs: up to the first one that holds ``largest`` requests."""
+    """SGLang's batch sizes that a layout needs: up to the first one that holds ``largest`` requests."""
     sizes = sorted(captured)
     if largest is None:
         return sizes

@@ -42,7 +42,7 @@ class SwitchCost:
 
 
 STAY = SwitchCost(seconds=0.0, state_seconds=0.0, recompute_below=0)
-"""Of staying where one is."""
+"""Cost of staying in the layout in force."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,7 @@ class SwitchCosts:
 
 
 def build_predictors(profile: Profile) -> tuple[Predictor, SwitchCosts]:
-    """Both models of ``profile``.
+    """The step predictor and the switch costs of ``profile``.
 
     Raises:
         ProfileError: too little was measured to predict from.
@@ -224,10 +224,8 @@ def fit_robust_nnls(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 def fit_control(
     samples: Sequence[SwitchSample], pooled: tuple[float, float, float] | None
 ) -> tuple[float, float, float]:
-    """(fixed, per request, per KV token that comes along): the pause without KV, weights and the wait for steps.
-
-    What does not differ between the samples has ``pooled``'s slope.
-    """
+    """Coefficients (fixed, per request, per KV token that comes along) of the pause without KV, weights and the wait
+    for steps.  What does not differ between the samples has ``pooled``'s slope."""
     counts = np.array([[sample.requests, _count_migrated_tokens(sample)] for sample in samples], dtype=float)
     seconds = np.array([max(sample.pause_seconds - _compute_seconds_beside_moving(sample), 0.0) for sample in samples])
     slopes = np.array(pooled[1:] if pooled else (0.0, 0.0))
@@ -239,7 +237,7 @@ def fit_control(
 
 
 def _count_migrated_tokens(sample: SwitchSample) -> int:
-    """KV tokens that moved."""
+    """Number of KV tokens that moved."""
     return sample.tokens if sample.mode == "migrate" else 0
 
 
@@ -248,7 +246,8 @@ def _compute_seconds_beside_moving(sample: SwitchSample) -> float:
 
 
 def fit_kv(samples: Sequence[SwitchSample], nested: bool = False) -> tuple[float, float] | None:
-    """(fixed, per token) of the KV exchange; None without one.  ``nested``: per token that changes rank."""
+    """Coefficients (fixed, per token) of the KV exchange; None without one.  ``nested``: per token that changes
+    rank."""
     moved = [sample for sample in samples if _count_migrated_tokens(sample) > 0]
     if not moved:
         return None

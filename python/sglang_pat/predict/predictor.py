@@ -20,7 +20,7 @@ Value = TypeVar("Value", float, Number)
 """Scalars give a float; if any argument is an array, so is the answer."""
 
 MONOTONE_ROUNDS = 50
-"""Of alternating projections, at most; what is left after them is less than a percent."""
+"""Most alternating projections; what is left after them is less than a percent."""
 
 HAIR = 1e-14
 """Some tens of times the rounding of a float."""
@@ -134,7 +134,7 @@ class _Degree:
         self.surfaces = [Surface((b, x, s) for replicas, b, x, s in points if replicas == count) for count in counts]
 
     def evaluate(self, replicas: Number, batch: np.ndarray, x: np.ndarray) -> np.ndarray:
-        """Interpolated between the measured numbers of replicas; outside them the nearest one holds."""
+        """Seconds interpolated between the measured numbers of replicas; outside them the nearest one holds."""
         if len(self.surfaces) == 1:
             return self.surfaces[0](batch, x)
         position = np.interp(replicas, self.counts, np.arange(len(self.counts)))

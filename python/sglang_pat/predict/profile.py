@@ -20,26 +20,26 @@ from sglang_pat.files import make_field_error
 from sglang_pat.layout import ParallelLayout, list_candidate_layouts
 
 VERSION = 2
-"""Of the file's format."""
+"""Version of the file's format."""
 
 MAKE_ONE = "make one with python -m profiler.sweep"
 
 Time = Annotated[float, Meta(ge=1e-9, le=3600.0)]
 """Seconds of what takes some time: a step, a prefill."""
 Part = Annotated[float, Meta(ge=0.0, le=3600.0)]
-"""Seconds of what may take none."""
+"""Seconds of what may take no time."""
 Ranks = Annotated[int, Meta(ge=1, le=1024)]
 Count = Annotated[int, Meta(ge=1, le=1 << 16)]
-"""Of requests that there are."""
+"""Number of requests that there are."""
 Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
-"""Of a request."""
+"""Tokens of one request."""
 Size = Annotated[int, Meta(ge=0, le=1 << 50)]
-"""Of bytes, and of the tokens of many requests."""
+"""Number of bytes, or of the tokens of many requests."""
 Name = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]*\Z", max_length=500)]
-"""One line."""
+"""A text of one line."""
 Samples = Annotated[tuple[Time, ...], Meta(max_length=10_000)]
 MOST_POINTS = 4096
-"""Of a kind: a surface through more would take more memory than there is."""
+"""Most points of a kind: a surface through more would take more memory than there is."""
 
 
 THIN = 0.5
@@ -232,7 +232,7 @@ def check_fits(profile: Profile, deployment: Fingerprint, path: str | os.PathLik
 
 
 def check(profile: Profile) -> None:
-    """The whole profile."""
+    """Check the whole profile."""
     mark = profile.fingerprint
     _check_layouts(mark)
     _check_points("decode", profile.decode, "context", mark)
@@ -243,7 +243,8 @@ def check(profile: Profile) -> None:
 
 
 def check_sufficient(profile: Profile) -> None:
-    """Whether the engine can predict from it: a step in every candidate layout, and a switch to each of them."""
+    """Check that the engine can predict from the profile: it has a step in every candidate layout, and a switch to each
+    of them."""
     mark = profile.fingerprint
     for tp in mark.degrees:
         dp = mark.num_ranks // tp

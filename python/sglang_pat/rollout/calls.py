@@ -33,7 +33,7 @@ class Calls:
         return await found if inspect.isawaitable(found) else found
 
     def stop(self) -> None:
-        """What has not begun does not begin."""
+        """Drop the calls that have not begun."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 

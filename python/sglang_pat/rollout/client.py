@@ -24,7 +24,7 @@ CONNECTIONS = 4096
 """Requests that are at the server at once, of up to sixteen samples each; the others wait here."""
 
 SPARED_FILES = 256
-"""Of the files that this process may have open, for others than connections."""
+"""Number of files that this process may have open and keeps for others than connections."""
 
 ONCE = {"stream_interval": 1 << 30}
 """Sampling parameters: an answer is streamed when it is whole."""
@@ -36,7 +36,7 @@ CALL_SECONDS = 30.0
 """Longest wait for the answer to a small call."""
 
 LOOK_SECONDS = 10.0
-"""Between two looks whether the server is alive."""
+"""Seconds between two looks whether the server is alive."""
 
 LOST_SECONDS = 120.0
 """A server that answers no look for so long, or an abort, is lost: so are the samples that it has."""
@@ -63,7 +63,7 @@ class RolloutClient(RolloutCalls):
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def _watch(self, round_: RolloutRound) -> None:
-        """Each answer says how often weights had been updated."""
+        """Do nothing: each answer says how often weights had been updated."""
 
     def _loop_for_rounds(self) -> EngineLoop:
         return self._loop
@@ -98,7 +98,7 @@ class _Call:
         self.sent = False
 
     def expire(self, seconds: float) -> None:
-        """No answer comes after so long, or sooner."""
+        """Lose the call if no answer comes within ``seconds``, unless it is lost sooner."""
         due = asyncio.get_running_loop().time() + seconds
         if not self.limit.expired() and (self.limit.when() or due) >= due:
             self.limit.reschedule(due)
@@ -180,7 +180,7 @@ class HttpBackend:
         self._begin(self._abort(rid))
 
     async def close(self) -> None:
-        """No task of it is left."""
+        """End all tasks of the backend."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -285,7 +285,8 @@ class HttpBackend:
 
 
 def count_connections() -> int:
-    """Requests that may be at the server at once; first this process may have as many files open as it can."""
+    """Number of requests that may be at the server at once; first this process may have as many files open as it
+    can."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < CONNECTIONS + SPARED_FILES and (soft < hard or hard == resource.RLIM_INFINITY):
         most = CONNECTIONS + SPARED_FILES

@@ -21,18 +21,18 @@ class Deadlines:
         self._rules = rules
 
     def record_output(self, group: Group, output: Output) -> None:
-        """One of its samples has generated this."""
+        """Record what a sample of the group has generated."""
         oldest = output.oldest
         if self._rules.keeps and oldest is not None:
             group.oldest = oldest if group.oldest is None else min(group.oldest, oldest)
 
     def compute_longest_wait(self, jump: int) -> int:
-        """Rounds that a fresh prompt may have to wait; ``jump``: see :class:`~.state.Round`."""
+        """Most rounds that a fresh prompt may have to wait; ``jump``: see :class:`~.state.Round`."""
         most = self._rules.max_deferrals
         return min(most, self._rules.max_staleness // jump) if self._rules.keeps else most
 
     def compute_slack(self, group: Group, version: int, jump: int) -> int:
-        """How many more rounds may pass it over, as of a round with the weights ``version``.
+        """Number of further rounds that may pass a group over, counted from a round with the weights ``version``.
 
         More than anything for a group that was not begun in an earlier round: see ``Round.room``.
         """
@@ -51,7 +51,8 @@ class Deadlines:
         return (self._rules.max_staleness - (version - oldest)) // jump
 
     def count_due_groups(self, slacks: Sequence[int]) -> list[int]:
-        """Of the groups that may wait at most j more rounds, how many the next one must return (``Round.owed``).
+        """Number of groups that the next round must return among those that may wait at most j more rounds, by j
+        (``Round.owed``).
 
         There may be j·P0 of them left after it, as many as the j rounds after it return.  Since a round starts no more
         fresh prompts than ``Round.room``, and keeps the places that are owed (``ActiveRound._may_take``), no
@@ -80,7 +81,7 @@ class Deadlines:
         )
 
     def _is_feasible(self, deferrals: Sequence[int], most: int) -> bool:
-        """Whether all can be returned, P0 a round, those first that may wait least."""
+        """Whether all groups can be returned, P0 a round, if those go first that may wait least."""
         size = self._rules.num_prompts
         slacks = [max(0, most - count) for count in sorted(deferrals, reverse=True)]
         return all(place // size <= slack for place, slack in enumerate(slacks))
@@ -109,7 +110,7 @@ class Deadlines:
         return list(found.values()), thrown
 
     def _drop_stale(self, group: Group, version: int, jump: int, rounds: int) -> tuple[Group, int]:
-        """Without the tokens that will be too old after so many rounds."""
+        """A copy without the tokens that will be too old after ``rounds`` rounds, and how many tokens these were."""
         group, thrown = group.copy_for_changes(), 0
         for sample in group.samples:
             if self._count_rounds_until_stale(sample.output.oldest, version, jump) <= rounds and sample.output.tokens:

@@ -32,7 +32,7 @@ from sglang_pat.rollout.rules import Rules
 logger = logging.getLogger(__name__)
 
 BINS = 16
-"""Per doubling of the length.  All prompts are cut at much the same one, and others end just before it."""
+"""Bins per doubling of the length.  All prompts are cut at much the same one, and others end just before it."""
 
 SLOW = -1
 """Level of the prompts of which nothing had ended when they were first passed over."""
@@ -42,7 +42,8 @@ KEPT = 1 - 1 / 64
 
 
 class LengthBin(NamedTuple):
-    """Of the samples that came to a bin so many that ended there, with so many tokens on average; ``share``: of all."""
+    """A bin of lengths: ``exposed`` samples came to it, ``share`` of them ended in it, with ``tokens`` tokens on
+    average."""
 
     exposed: float
     share: float
@@ -76,20 +77,20 @@ class DrawnLengths(msgspec.Struct, kw_only=True, omit_defaults=True):
             add(self.cut, get_bin(tokens), 1.0)
 
     def merge(self, more: DrawnLengths) -> None:
-        """Add others."""
+        """Add the weights of other samples."""
         for mine, others in zip(msgspec.structs.astuple(self), msgspec.structs.astuple(more), strict=True):
             for place, weight in others.items():
                 add(mine, place, weight)
 
     def fade(self) -> None:
-        """Count for less, by ``KEPT``."""
+        """Let all weights count for less, by ``KEPT``."""
         for mine in msgspec.structs.astuple(self):
             for place in mine:
                 mine[place] *= KEPT
 
     @property
     def first(self) -> float:
-        """Samples of first draws."""
+        """Number of samples of first draws."""
         return sum(self.ended.values()) + sum(self.cut.values()) - sum(self.entered.values())
 
     def estimate_curve(self) -> dict[int, LengthBin]:
@@ -120,7 +121,7 @@ class DrawnLengths(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Bias(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Of rounds not long ago.
+    """Samples of the rounds not long ago, by which the bias of a round is estimated.
 
     Attributes:
         responses: of the groups that were returned or filtered; ``tokens``: of them, in all.
@@ -141,7 +142,7 @@ class Bias(msgspec.Struct, kw_only=True, omit_defaults=True):
             self.drawn.setdefault(level, DrawnLengths()).merge(drawn)
 
     def compute_mean_returned(self) -> float:
-        """Tokens of a response; 0 if there was none."""
+        """Mean tokens of a returned response; 0 if there was none."""
         return self.tokens / self.responses if self.responses else 0.0
 
     def estimate_mean_undropped(self) -> tuple[float, float]:
@@ -156,7 +157,7 @@ class Bias(msgspec.Struct, kw_only=True, omit_defaults=True):
         return mean, variance**0.5 + unseen
 
     def compute_level_weights(self) -> list[tuple[float, DrawnLengths]]:
-        """Each level with the share of all samples that is of it."""
+        """Levels, each with the share of all samples that is of it."""
         first = sum(drawn.first for drawn in self.drawn.values())
         return [(drawn.first / first, drawn) for drawn in self.drawn.values()] if first else []
 
@@ -180,12 +181,12 @@ def note_sample(levels: dict[int, DrawnLengths], group: Group, sample: Sample, e
 
 
 def get_bin(tokens: int) -> int:
-    """Of a length."""
+    """Bin of a length in tokens."""
     return int(BINS * math.log2(max(tokens, 1)))
 
 
 def add(found: dict[int, float], place: int, weight: float) -> None:
-    """To what there is in a bin."""
+    """Add a weight to a bin."""
     found[place] = found.get(place, 0.0) + weight
 
 
@@ -194,7 +195,7 @@ LEAST_ROUNDS = 14.0
 
 
 class Cost(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Of rounds not long ago.
+    """Costs of the rounds not long ago.
 
     Attributes:
         rounds, seconds: of them; ``kept``, ``thrown``: tokens.
@@ -227,7 +228,7 @@ class Cost(msgspec.Struct, kw_only=True, omit_defaults=True):
                 found[place] *= KEPT
 
     def estimate_plain_seconds(self, bias: Bias, prompts: int, responses: int) -> float:
-        """Of a plain round, an estimate; 0 if nobody has a clock."""
+        """Estimated seconds of a plain round; 0 if nobody has a clock."""
         chances = compute_longest_chances(
             ((weight, drawn.estimate_curve()) for weight, drawn in bias.compute_level_weights()), prompts, responses
         )
@@ -245,7 +246,7 @@ def compute_longest_chances(
         levels: share of the prompts, and how their responses end.
     """
     ends: dict[int, float] = {}
-    """By bin: how much more likely it is that all responses to a prompt have ended by then than by the bin before."""
+    """Chance by bin that the last response to a prompt ends in it."""
     for weight, curve in levels:
         longer = 1.0
         for number, (place, ended) in enumerate(curve.items()):

@@ -35,8 +35,8 @@ class SampleId(NamedTuple):
 
 
 class Span(msgspec.Struct, array_like=True, gc=False):
-    """So many tokens, one after the other, were generated under this weight version; None: they were given
-    (``turns.py``), by a tool for example."""
+    """A run of ``tokens`` tokens that were generated under one weight version; None: they were given (``turns.py``), by
+    a tool for example."""
 
     version: int | None
     tokens: int
@@ -68,7 +68,7 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
 
     @property
     def tokens(self) -> int:
-        """Generated ones: what limits count, and what a length is."""
+        """Number of generated tokens: what limits count, and what a length is."""
         tokens = 0
         for span in self.spans:
             if span.version is not None:
@@ -85,11 +85,11 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
         return [span.version for span in self.spans for _ in range(span.tokens)]
 
     def make_mask(self) -> list[bool]:
-        """Of each token whether the model generated it, ``[tokens]``: what a loss may count."""
+        """Whether the model generated each token, ``[tokens]``: what a loss may count."""
         return [version is not None for version in self.list_versions()]
 
     def concatenate(self, more: Output) -> Output:
-        """This prefix and what was generated after it."""
+        """This output, followed by what was generated after it."""
         spans = [Span(span.version, span.tokens) for span in self.spans]
         for span in more.spans:
             if spans and spans[-1].version == span.version:
@@ -125,11 +125,11 @@ class Sample(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False, gc=Fals
 
     @property
     def alive(self) -> bool:
-        """Whether the engine has it."""
+        """Whether the engine has the sample."""
         return self.state in (RUNNING, STOPPING)
 
     def reset(self) -> int:
-        """Forget what it generated; so many tokens."""
+        """Forget what the sample generated, and return its number of tokens."""
         tokens = self.output.tokens
         self.output, self.state, self.had, self.reward = Output(), NEW, tokens, None
         return tokens
@@ -189,16 +189,16 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
         return [self.samples[number] for number in self.chosen]
 
     def list_rewarded(self) -> list[Sample]:
-        """Those to train on after a round with rewards (:func:`~sglang_pat.rewards.missing.choose_rewarded`)."""
+        """Samples to train on after a round with rewards (:func:`~sglang_pat.rewards.missing.choose_rewarded`)."""
         kept = self.list_kept()
         return [kept[index] for index in choose_rewarded([sample.reward is not None for sample in kept])]
 
     def floor(self, number: int) -> int:
-        """Of a sample, whichever draw it is of; 0 if the group was never passed over."""
+        """Floor of a sample, whichever draw it is of; 0 if the group was never passed over."""
         return self.floors[number % len(self.floors)] if self.floors else 0
 
     def get_sample_id(self, sample: Sample) -> SampleId:
-        """Of one of its samples, in its present attempt."""
+        """Id of one of the group's samples, in its present attempt."""
         return SampleId(*self.key, sample.number, sample.attempt)
 
     def copy_for_changes(self) -> Group:
@@ -208,11 +208,11 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
         return mine
 
     def fill(self, responses: int) -> None:
-        """At least so many samples from now on."""
+        """Have at least ``responses`` samples from now on."""
         self.samples += [Sample(number=number) for number in range(len(self.samples), responses)]
 
     def drop_tokens(self, sample: Sample) -> int:
-        """Throw away what one of its samples generated; so many tokens."""
+        """Throw away what one of the samples generated, and return its number of tokens."""
         tokens = sample.reset()
         self.seen = max(self.seen, tokens)
         return tokens

@@ -49,7 +49,7 @@ class Rewards:
         self._reward, self._record, self._fail = reward, record, fail
         self._calls = Calls("rollout rewards")
         self._tasks: dict[PromptKey, dict[int, asyncio.Task[float | None]]] = {}
-        """By the number of the response."""
+        """Tasks by the number of the response."""
         self._deliveries: dict[PromptKey, asyncio.Task[None]] = {}
         self._stopped = False
 
@@ -60,7 +60,7 @@ class Rewards:
             self._tasks.setdefault(response.sample.key, {})[response.sample.number] = task
 
     def keep_only(self, key: PromptKey, numbers: Collection[int]) -> None:
-        """The other responses to this prompt were thrown away."""
+        """Stop the rewards of the other responses to this prompt, which were thrown away."""
         tasks = self._tasks.get(key, {})
         for number in [number for number in tasks if number not in numbers]:
             tasks.pop(number).cancel()
@@ -92,18 +92,18 @@ class Rewards:
         self._deliveries[group.key] = asyncio.ensure_future(wait())
 
     def cancel_others(self) -> None:
-        """The batch is complete: only the rewards of its groups are waited for."""
+        """Wait only for the rewards of the batch's groups, as the batch is complete."""
         for key in self._tasks.keys() - self._deliveries.keys():
             self.keep_only(key, ())
 
     async def wait(self) -> None:
-        """Until every group of the batch is delivered, or nobody wants it any more."""
+        """Wait until every group of the batch is delivered, or nobody wants it any more."""
         if self._deliveries:
             await asyncio.wait(self._deliveries.values())
         self._calls.stop()
 
     def stop(self) -> None:
-        """Nobody wants any of them any more, nor waits for them."""
+        """Stop all rewards: nobody wants any of them any more, nor waits for them."""
         self._stopped = True
         for key in self._tasks:
             self.keep_only(key, ())

@@ -49,13 +49,13 @@ ABORT_AGAIN_SECONDS = 0.5
 _process, _serial = uuid.uuid4().hex[:12], itertools.count()
 
 Prompts = Sequence[tuple[Sequence[int], Any]]
-"""(key, prompt) of each, see :meth:`Admitter.feed`."""
+"""Prompts as (key, prompt); see :meth:`Admitter.feed`."""
 
 Verdicts = Callable[[Group], bool | Awaitable[bool]]
 """Whether a complete group is of use."""
 
 MorePrompts = Callable[[int], Prompts | Awaitable[Prompts]]
-"""So many prompts; fewer mean that there are no others for this round."""
+"""A call for more prompts, given their number; fewer mean that there are no others for this round."""
 
 
 def keep_every_group(group: Group) -> bool:
@@ -77,11 +77,12 @@ class RolloutCalls(ABC):
 
     @abstractmethod
     def _connect(self) -> AbstractAsyncContextManager[Backend]:
-        """The engine, for one round."""
+        """Connect one round to the engine."""
 
     @abstractmethod
     def _watch(self, round_: RolloutRound) -> None:
-        """Have it cancelled as soon as weights are updated, where somebody knows of that before its samples end."""
+        """Have the round cancelled as soon as weights are updated, where somebody knows of that before its samples
+        end."""
 
     async def async_rollout(
         self,
@@ -142,7 +143,7 @@ class RolloutCalls(ABC):
 
     @abstractmethod
     def _loop_for_rounds(self) -> EngineLoop:
-        """For :meth:`rollout`; it runs in a thread until the round is over."""
+        """The loop for :meth:`rollout`; it runs in a thread until the round is over."""
 
     def rollout(self, *args: Any, **kwargs: Any) -> Iterator[Group | Summary]:
         """:meth:`async_rollout` for those without an event loop: one runs in a thread until the round is over.
@@ -187,7 +188,7 @@ class RolloutRound:
         self.admitter = admitter
         self.summary: Summary | None = None
         self.name = f"round-{_process}-{next(_serial)}-"
-        """What request ids of this round begin with."""
+        """Text that the request ids of this round begin with."""
         self._backend = backend
         self._requests = Requests(backend, self.name, version, params, turns)
         self._events: asyncio.Queue[Group | Summary | Exception] = asyncio.Queue()
@@ -214,15 +215,13 @@ class RolloutRound:
             self._do(call(*about))
 
     def undo(self) -> None:
-        """The round is over, and nobody has read it: it has not happened, its prompts are where they were.
-
-        Those that came during the round stay, too: whoever gave them was told that they were taken.
-        """
+        """Undo a round that is over and that nobody has read: its prompts are where they were.  Those that came during
+        the round stay, too: whoever gave them was told that they were taken."""
         if self.summary is not None and not self.summary.cancelled:
             self.admitter.restore(self._before)
 
     def cancel_for_new_weights(self) -> None:
-        """Weights were updated: the round is cancelled, whoever iterates gets :class:`WeightsChanged`."""
+        """Cancel the round as weights were updated; whoever iterates gets :class:`WeightsChanged`."""
         self.fail(WeightsChanged("weights were updated during a round: it was cancelled, nothing of it counts"))
 
     def fail(self, error: Exception) -> None:
@@ -237,7 +236,7 @@ class RolloutRound:
         self.tell(self.admitter.cancel)
 
     async def wait(self) -> None:
-        """Until the engine has nothing of this round any more."""
+        """Wait until the engine has nothing of this round any more."""
         await self._over.wait()
 
     async def __aiter__(self) -> AsyncGenerator[Group | Summary, None]:
@@ -256,7 +255,7 @@ class RolloutRound:
     # -- inside ----------------------------------------------------------------------------------------
 
     def _fail(self, error: Exception) -> None:
-        """Also when the engine has nothing of it any more, and rewards are waited for."""
+        """End the round with an error, also when the engine has nothing of it any more and rewards are waited for."""
         if self._error is None:
             self._error = error
             self.cancel()
@@ -304,7 +303,8 @@ class RolloutRound:
             self._slice = asyncio.get_running_loop().call_soon(self._run_next_chunk)
 
     async def _end(self, summary: Summary) -> None:
-        """The engine has nothing of the round: tell it so, then, when all rewards are there, whoever iterates."""
+        """Tell the engine that it has nothing of the round any more, then, when all rewards are there, whoever
+        iterates."""
         await asyncio.wait([self._telling])  # a round may be over as soon as it begins
         try:
             await self._backend.end_round(self.name)
@@ -365,7 +365,7 @@ class RolloutRound:
         self._do(actions)
 
     def _reward(self, rewards: Rewards, sample: SampleId, prompt: Any, output: Output) -> None:
-        """A response has ended: have it rewarded unless its group has no use for it, or for others any more."""
+        """Have a response rewarded that has ended, unless its group has no use for it, or for others any more."""
         chosen = self.admitter.list_chosen(sample.key)
         if chosen is None:  # that was the end of the round: whoever delivers the group asks
             return
@@ -405,7 +405,7 @@ class Callbacks:
         self._begin(self._feed_prompts, count)
 
     def stop(self) -> None:
-        """Nobody needs the answers under way any more, nor waits for them."""
+        """Stop the calls under way, whose answers nobody needs any more."""
         for task in self._tasks:
             task.cancel()
         self._calls.stop()

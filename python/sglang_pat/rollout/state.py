@@ -78,7 +78,7 @@ class Round(msgspec.Struct, kw_only=True):
 
     @property
     def groups(self) -> list[Group]:
-        """Of this round, those that are not returned or filtered."""
+        """Groups of this round that are not returned or filtered."""
         return [*self.complete.values(), *self.open.values()]
 
 
@@ -137,7 +137,7 @@ class State(msgspec.Struct, kw_only=True):
         return max((useful + 1) / (judged + 1), LEAST_KEPT)
 
     def copy(self) -> State:
-        """As it is now, whatever happens to this one.
+        """A copy that stays as it is, whatever happens to this state.
 
         Raises:
             RuntimeError: a round is under way.
@@ -153,7 +153,7 @@ class State(msgspec.Struct, kw_only=True):
     # -- prompts ---------------------------------------------------------------------------------------
 
     def feed(self, prompts: Iterable[tuple[Sequence[int], Any]], end_of: int | None = None) -> None:
-        """More prompts that were never started; see :meth:`Admitter.feed`.
+        """Add prompts that were never started; see :meth:`Admitter.feed`.
 
         Raises:
             ValueError: a key that was there already or whose epoch is over; then none of them is taken.
@@ -182,12 +182,12 @@ class State(msgspec.Struct, kw_only=True):
             indices.add(key.index)
 
     def sort_fresh(self) -> None:
-        """As they are to be started: by epoch, then by arrival."""
+        """Sort the fresh prompts as they are to be started: by epoch, then by arrival."""
         self.fresh.sort(key=lambda group: (group.epoch, group.order))
 
     @property
     def epoch(self) -> int | None:
-        """The one that prompts are drawn from: it is over before the next one begins.  None without prompts."""
+        """The epoch that prompts are drawn from: it is over before the next one begins.  None without prompts."""
         return min((group.epoch for group in (*self.waiting, *self.fresh[:1])), default=None)
 
     def count_fresh(self, epoch: int | None) -> int:
@@ -209,7 +209,7 @@ SAVED_VERSION = 2
 
 
 class _Header(msgspec.Struct):
-    """What saved states of all versions have."""
+    """The head that saved states of all versions have."""
 
     version: int
 

@@ -21,14 +21,14 @@ ENVIRONMENT_SECONDS = 60.0
 """Longest that an environment may take for an answer, unless another limit is given."""
 
 MAX_SECONDS = 86_400
-"""Of that limit."""
+"""Largest limit of the environment's seconds."""
 
 FAILED, LATE = "environment_error", "environment_timeout"
 """Finish reasons of a sample whose environment raised an exception, or did not answer in time."""
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """The model has ended a turn.
+    """A turn that the model has ended.
 
     Attributes:
         number: of the turn, from 0.
@@ -69,7 +69,7 @@ class Turns:
         self._failures = Dropped(False)
 
     async def answer(self, turn: Turn) -> Output:
-        """What follows the turn: given tokens; nothing but a finish reason; or nothing, still ``asked``, as it was
+        """What follows a turn: given tokens; nothing but a finish reason; or nothing, still ``asked``, as it was
         stopped.
 
         Raises:

@@ -23,11 +23,11 @@ from sglang_pat.integrations.openrlhf.launcher import install
 
 GPUS, RESPONSE, WHOLE = "--vllm.tensor_parallel_size", "--rollout.max_new_tokens", "--data.max_len"
 DEFAULTS = {GPUS: 1, RESPONSE: None, WHOLE: 2048}
-"""OpenRLHF's own."""
+"""Defaults of OpenRLHF's own."""
 
 
 def split(argv: list[str]) -> tuple[GivenArguments, list[str]]:
-    """What is ours, and OpenRLHF's arguments.
+    """Part the command line into our arguments and OpenRLHF's.
 
     Raises:
         ValueError: one of our arguments lacks its value, or ``SGLANG_PAT`` has none of our settings.
@@ -56,7 +56,7 @@ def _read(text: str) -> Any:
 
 
 def _read_as_openrlhf(argv: list[str]) -> dict[str, Any]:
-    """Values of :data:`DEFAULTS` and :data:`MODEL`; None: not given."""
+    """Values of OpenRLHF's arguments :data:`DEFAULTS` and :data:`MODEL`; None: not given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, default in DEFAULTS.items():
         parser.add_argument(name, type=int, default=default)
@@ -83,7 +83,7 @@ def _list_missing() -> list[str]:
 
 
 def _print_help() -> None:
-    """Ours; OpenRLHF prints its own."""
+    """Print our arguments; OpenRLHF prints its own."""
     names = ", ".join(setting.name for setting in settings.SETTINGS)
     print((__doc__ or "").strip())
     print(f"Our settings (docs/flags.md says what they are): {names}.\n", flush=True)

@@ -48,7 +48,7 @@ class RequestOutput:
 
 @ray.remote
 class RolloutActor:
-    """See ``openrlhf/trainer/ray/vllm_engine.py`` for what is asked of it."""
+    """OpenRLHF's rollout actor; see ``openrlhf/trainer/ray/vllm_engine.py`` for what is asked of it."""
 
     async def __init__(
         self,
@@ -105,19 +105,19 @@ class RolloutActor:
         self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str,
         use_ray: bool,
     ) -> None:  # fmt: skip
-        """All ranks of the engine join the trainer's group."""
+        """Have all ranks of the engine join the trainer's group."""
         if use_ray:
             raise ValueError("--vllm.sync_with_ray: not with this engine; leave it out")
         await self._engine.join_update_group(master_address, master_port, rank_offset, world_size, GROUP, backend)
 
     async def update_weight(self, name: str, dtype: Any, shape: Any, empty_cache: bool = False) -> None:
-        """One parameter, which the trainer broadcasts at the same time."""
+        """Update one parameter, which the trainer broadcasts at the same time."""
         await self._engine.receive_weight(GROUP, name, str(dtype).removeprefix("torch."), list(shape), empty_cache)
 
     async def update_weight_cuda_ipc(
         self, name: str, dtype: Any, shape: Any, ipc_handles: dict[str, tuple], empty_cache: bool = False
     ) -> None:
-        """One parameter, of which each of the engine's GPUs holds a copy of the trainer's."""
+        """Update one parameter, of which each of the engine's GPUs holds a copy of the trainer's."""
         known = all(gpu in ipc_handles for gpu in self._gpus) and len(set(self._gpus)) == self._ranks
         if not known and torch.cuda.is_available():
             raise ValueError(
@@ -135,7 +135,8 @@ class RolloutActor:
     # -- pause, sleep ------------------------------------------------------------------------------------
 
     async def pause_generation(self) -> None:
-        """Requests stay; they go on with KV that is computed anew by the weights that are there then."""
+        """Pause the engine with its requests; they go on with KV that is computed anew by the weights that are there
+        then."""
         await self._engine.pause("retract")
 
     async def resume_generation(self) -> None:
@@ -148,7 +149,7 @@ class RolloutActor:
         self._asleep.update(tags)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take memory back; what is awake stays so."""
+        """Take memory back; what is awake stays awake."""
         wanted = [tag for tag in tags or ALL_TAGS if tag in self._asleep]
         await self._engine.resume_memory(wanted)
         self._asleep.difference_update(wanted)
@@ -194,7 +195,7 @@ class RolloutActor:
         return await asyncio.gather(*(self.executor.execute(**about) for _ in range(num_samples)))
 
     def announce_round(self, message: BeginRound | EndRound) -> None:
-        """From the job's generator of samples (:mod:`.generator`)."""
+        """Tell the engine of a round; the job's generator of samples calls this (:mod:`.generator`)."""
         self._engine.announce_round(message)
 
     async def get_totals(self) -> Figures:
@@ -226,7 +227,7 @@ _RENAMED["no_stop_trim"] = "include_stop_str_in_output"
 
 
 def _translate_params(params: SamplingParams) -> dict[str, Any]:
-    """vLLM's names as SGLang's."""
+    """SGLang's names for vLLM's sampling parameters."""
     found = {name: getattr(params, name) for name in _SAME}
     found |= {ours: getattr(params, theirs) for ours, theirs in _RENAMED.items()}
     return {name: value for name, value in found.items() if value is not None}
@@ -234,7 +235,7 @@ def _translate_params(params: SamplingParams) -> dict[str, Any]:
 
 @ray.remote(num_cpus=0, max_calls=1)
 def _locate_bundle() -> tuple[str, list[str], str]:
-    """Of a bundle: its node, its GPUs as Ray counts them, and the GPU's own name."""
+    """Node of a bundle, its GPUs as Ray counts them, and the GPU's own name."""
     return ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()], get_physical_gpu_id()
 
 
