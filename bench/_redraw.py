@@ -47,7 +47,7 @@ SPEED = "speed over the better static one"
 
 
 def percents() -> dict[str, list[float]]:
-    """Of each case and way: time beyond the better static layout's, percent; negative where it is faster."""
+    """Percent of time beyond the better static layout's, by case and way; negative where it is faster."""
     (rows,) = tables(ROOT / "README.md", "model, link", SPEED, *WAYS)
     cases = {row["model, link"].replace("`", ""): [number(row[way]) for way in WAYS] for row in rows if row[SPEED]}
     return {case: [100 * (each / min(seconds[:2]) - 1) for each in seconds] for case, seconds in cases.items()}
@@ -83,8 +83,8 @@ def layouts() -> Path:
 
 SHADES = {"ours": pictures.OURS, "PAT's way": pictures.OTHER}
 Rows = Sequence[dict]
-"""Of one setting: ``tokens``, ``requests``, ``to`` ("tp2"), ``way``, ``own`` and ``pause`` (milliseconds without and
-with the drain; PAT's way is known without), and ``times``: PAT's way over ours."""
+"""Rows of one setting: ``tokens``, ``requests``, ``to`` ("tp2"), ``way``, ``own`` and ``pause`` (milliseconds without
+and with the drain; PAT's way is known without), and ``times``: PAT's way over ours."""
 
 
 def switch() -> Path:
@@ -168,7 +168,7 @@ def _pauses(axes: Axes, rows: Rows) -> None:
 
 
 def tail_batching() -> Path:
-    """The table of ``tail_batching.md`` that has both together."""
+    """Draw the table of ``tail_batching.md`` that has both together."""
     from studies.tail_picture import draw
 
     (rows,) = tables(RESULTS / "tail_batching.md", "setting", "with both", "gain of both")
@@ -190,7 +190,7 @@ def _round_seconds(row: dict[str, str]) -> dict[str, float]:
 
 
 def rl_step() -> Path:
-    """The table of ``training.md`` that has the stages of a step."""
+    """Draw the table of ``training.md`` that has the stages of a simulated step."""
     from studies.step_picture import draw, read_lines
 
     (rows,) = tables(RESULTS / "training.md", "setting", "with", "step, s", "times as fast")
@@ -198,7 +198,7 @@ def rl_step() -> Path:
 
 
 def verl_step() -> Path:
-    """The same of real jobs."""
+    """Draw the table of ``training.md`` that has the stages of a step of real jobs."""
     sys.path.insert(0, str(Path(__file__).parent))
     from rl_step import HEADS, draw
 
@@ -209,11 +209,11 @@ def verl_step() -> Path:
 # -- learning -------------------------------------------------------------------------------------------------
 
 Shares = Mapping[str, tuple[Sequence[float], Sequence[float]]]
-"""By way: shares of the problems held out that are right before and after, one a seed."""
+"""Shares of the problems held out that are right before and after, by way, one a seed."""
 
 
 def learning() -> Path:
-    """The table of ``learning.md``."""
+    """Draw the table of ``learning.md``."""
     (rows,) = tables(RESULTS / "learning.md", "way", "held out before", "after", "mean of the curve")
     shares = {
         row["way"].strip("`"): tuple(list(map(number, row[part].split(", "))) for part in ("held out before", "after"))
@@ -251,7 +251,7 @@ def format_learning(shares: Shares) -> str:
 
 
 def lending() -> Path:
-    """What a step took in each way, from the table of ``training.md``."""
+    """Draw what a step took in each way, from the table of ``training.md``."""
     (rows,) = tables(RESULTS / "training.md", "way", "step, s", "fastest and slowest", "training hidden")
     figure, (axes,) = pictures.make_panels(1, width=8.0, height=2.7)
     for place, row in enumerate(rows):

@@ -75,7 +75,7 @@ def divide(begun: float, generated: float, ended: float, waits: Sequence[tuple[f
 
 
 _waits: list[tuple[float, float]] = []
-"""Of the step."""
+"""Waits of the present step, as (begin, end) in seconds."""
 
 
 def _note_waits(wait: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,7 +128,7 @@ class LentNever(AdaptiveStreamLent):
 
 @register_trainer("lent_at_milestone")
 class LentAtMilestone(AdaptiveStreamLent):
-    """At the first milestone, whatever it gains."""
+    """Lends at the first milestone, whatever it gains."""
 
     def _ask_policy(self, complete: int, there: set[str]) -> dict[int, Move]:
         waiting = set(range(len(self._list_engines()))) - self._lent.keys()

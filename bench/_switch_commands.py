@@ -89,7 +89,7 @@ async def decoding(rig: Rig, tp: int, requests: int, tokens: int, answer: int):
 
 
 async def switches(rig: Rig, low: int, high: int, requests: int, tokens: int, rounds: int = 1) -> list[dict]:
-    """There and back, so many times, with one batch: its prefill takes far longer than the switches."""
+    """Records of switches there and back, with one batch: its prefill takes far longer than the switches."""
     made = []
     async with decoding(rig, low, requests, tokens, 50 * rounds) as tasks:
         await rig.wait_until_decoding(tasks, requests, steps=1)
@@ -100,7 +100,8 @@ async def switches(rig: Rig, low: int, high: int, requests: int, tokens: int, ro
 
 
 async def lending(rig: Rig, low: int, high: int, requests: int, tokens: int, rounds: int) -> list[dict]:
-    """Between two layouts: a merge, the way back, the lending of all ranks but one replica's, and their return."""
+    """Records of switches between two layouts: a merge, the way back, the lending of all ranks but one replica's, and
+    their return."""
     made, stride = [], high // low
     async with decoding(rig, low, requests, tokens, 100 * rounds) as tasks:
         await rig.wait_until_decoding(tasks, requests, steps=1)

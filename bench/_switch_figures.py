@@ -56,13 +56,13 @@ def of(point: dict, way: str, up: bool) -> list[dict]:
 
 
 def of_lending(point: dict, reason: str, up: bool = False) -> list[dict]:
-    """Of the switches between which ranks were lent, those with this reason (and up), the first one left out."""
+    """Records of the switches between which ranks were lent, with this reason (and up), the first one left out."""
     found = [r for r in point.get("lending", ()) if r["reason"] == reason and (r["to_tp"] > r["from_tp"]) == up]
     return found[1:]
 
 
 def phase(switches: list[dict], name: str) -> float:
-    """Median seconds."""
+    """Median seconds of a phase."""
     return median(s["phases"].get(name, 0.0) for s in switches)
 
 
@@ -71,7 +71,7 @@ def pause(switches: list[dict]) -> float:
 
 
 def copy(point: dict) -> float:
-    """Median seconds."""
+    """Median seconds of a copy."""
     return median(point["copies"])
 
 
@@ -81,7 +81,7 @@ def own(switches: list[dict]) -> float:
 
 
 def line(point: dict) -> str:
-    """Progress."""
+    """Line of progress."""
     shown = []
     for way in point["switches"]:
         up, down = (of(point, way, direction) for direction in (True, False))
@@ -91,7 +91,7 @@ def line(point: dict) -> str:
 
 
 def rows(result: dict, setting: Setting) -> list[dict]:
-    """One for each point, way and direction."""
+    """Rows of a result, one for each point, way and direction."""
     found = []
     for point in result["points"]:
         for way in point["switches"]:
@@ -141,7 +141,7 @@ def modelled(result: dict) -> list[float]:
 
 
 def linear(result: dict, up: bool) -> tuple[float, float]:
-    """Of ours over the live tokens: exponent of a power law through the upper half of the points, and R² of a line."""
+    """Exponent of a power law through the upper half of our points over the live tokens, and R² of a line."""
     points = [(p["tokens"], own(of(p, "ours", up))) for p in result["points"]]
     tokens, seconds = (np.array(column) for column in zip(*points, strict=True))
     large = tokens >= np.median(tokens)
@@ -151,7 +151,7 @@ def linear(result: dict, up: bool) -> tuple[float, float]:
 
 
 def bars(everything: list[dict], result: dict, setting: Setting) -> Iterator[tuple[str, str, str]]:
-    """(figure, bar, measured) of one setting; all of the pause without drain unless said otherwise."""
+    """Bars of one setting as (figure, bar, measured); all of the pause without drain unless said otherwise."""
     ours = [row for row in everything if row["way"] == "ours"]
     head = {row["way"]: row for row in everything if _is_headline(row, setting)}
     whole, parts = sum(result["restart"].values()), [(row["own"] - 0.010) / row["copy"] for row in ours]
@@ -193,7 +193,7 @@ def _is_headline(row: dict, setting: Setting) -> bool:
 
 
 def table(name: str, result: dict, setting: Setting) -> None:
-    """Printed."""
+    """Print the table."""
     console = Console(width=170)
     shown = Table(title=f"{name}: medians, ms", title_justify="left")
     measured = ("sent / min", "copy", "extra MB", "/ 2 layers")

@@ -31,7 +31,7 @@ CASES = [
 
 
 def call(name: str, size: int, group):
-    """A function that makes one call."""
+    """A function that makes one call of the collective."""
     x = torch.zeros(size // 4)
     if name == "all_reduce":
         return lambda: dist.all_reduce(x, group=group)

@@ -41,7 +41,7 @@ PROFILE = Path(__file__).parents[1] / "studies" / "profiles" / "8xH100-llama3.1-
 MODES = ("strict", "reorder", "partial")
 BARS = {"routing_us": 20, "event_us": 50}
 PATIENCE_SECONDS = 30.0
-"""A round that takes longer is measured as far as it came."""
+"""Seconds after which a round is measured as far as it came."""
 
 
 class Nowhere:
@@ -137,7 +137,7 @@ def deciding(requests: int, repeats: int = 20) -> float:
 
 
 def length(sample: SampleId) -> int:
-    """Of a response: short mostly, one in 25 at the limit."""
+    """Tokens of a response: few mostly, one in 25 at the limit."""
     value = random.Random(f"{sample.epoch}/{sample.index}/{sample.number}").random()
     return 400 if value > 0.96 else 1 + int(100 * value)
 

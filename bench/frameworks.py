@@ -35,12 +35,12 @@ CONTENDERS = {
     "sglang_pat": ("--rollout", "sglang_pat"),
 }
 SECONDS = {"step": "step", "generation": "gen", "weight sync": "update_weights", "training": "update_actor"}
-"""What verl calls the parts of a step."""
+"""Parts of a step, and what verl calls them."""
 
 
 @dataclass
 class Figures:
-    """Of one contender, a value for each step that counts."""
+    """Figures of one contender, a value for each step that counts."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in SECONDS})
     longest: list[float] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Figures:
     switches: int = 0
 
     def add(self, folder: Path) -> None:
-        """What a job left in its folder."""
+        """Add what a job left in its folder."""
         steps = [json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
         for step in steps[1:]:
             for part, name in SECONDS.items():
@@ -61,7 +61,7 @@ class Figures:
 
 
 def run(name: str, args: argparse.Namespace, folder: Path) -> None:
-    """One job; raises ``SystemExit`` with the end of its output if it fails."""
+    """Run one job; raises ``SystemExit`` with the end of its output if it fails."""
     command = [
         sys.executable, str(ROOT / "examples" / "verl_grpo" / "run_cpu.py"), *CONTENDERS[name],
         "--model", str(MODEL), "--out", str(folder), "--steps", str(args.steps), "--batch", str(args.batch),

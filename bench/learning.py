@@ -30,11 +30,11 @@ ROOT = Path(__file__).resolve().parents[1]
 QUICK = "--steps 4 --prompts 8 --responses 8 --held-out 32 --every 2 --warm-up 20".split()
 PICTURE = ROOT / "docs" / "img" / "learning.png"
 Found = dict[str, dict[int, Results]]
-"""By way and seed."""
+"""Results by way and seed."""
 
 
 def run(ways: Sequence[str], seeds: Sequence[int], out: Path, options: Sequence[str]) -> Found:
-    """All ways of a seed, then those of the next one."""
+    """Run all ways of a seed, then those of the next one."""
     found: Found = {way: {} for way in ways}
     for seed in seeds:
         for way in ways:
@@ -63,7 +63,8 @@ def make_grid(found: Found) -> list[float]:
 
 
 def count_inside(found: Found, way: str, plain: str = "plain") -> tuple[int, int]:
-    """At how many tests the mean over the seeds is between ``plain``'s worst and best seed; and of how many."""
+    """Number of tests at which the mean over the seeds is between ``plain``'s worst and best seed; and number of
+    tests."""
     grid = make_grid(found)
     curves = [np.interp(grid, *make_curve(one)) for one in found[plain].values()]
     mine = make_mean_curve(list(found[way].values()), grid)

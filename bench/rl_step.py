@@ -54,7 +54,8 @@ from on_cpu import cpu_jobs
 
 MODEL = Path(".cache/models/llama-step")
 SHAPE = dict(layers=2, hidden=256, intermediate=1536, heads=4, kv_heads=2, logit_std=1)
-"""So large that training takes about as much of a step as in the paper.  tp2 is hardly faster than tp1."""
+"""Shape of the model, so large that training takes about as much of a step as in the paper. tp2 is hardly faster than
+tp1."""
 STAGES = {
     "rollout, s": "step/generation", "reward, s": "step/reward", "training, s": "step/training",
     "weights, s": "timing_s/update_weights", "step, s": "timing_s/step", "hidden, s": "step/hidden",
@@ -103,7 +104,7 @@ def _batch_tail(mode: str) -> tuple[str, ...]:
 
 
 def write_prompts(file: Path, count: int) -> None:
-    """As verl reads them, with the test cases of programs."""
+    """Write prompts as verl reads them, with the test cases of programs."""
     import pandas
 
     rows = run_cpu.rows(cpu_jobs.prompts(count, chat=False))
@@ -179,7 +180,8 @@ HEADS = ("with", *STAGES, "times as fast", "as the row above")
 
 
 def show(found: dict[str, list[Steps]]) -> None:
-    """As the page has it: means over steps; of the last columns the mean over turns, the least and the most."""
+    """Print the table as the page has it: means over steps; of the last columns the mean over turns, the least and the
+    most."""
     for cells in (HEADS, ["---"] * len(HEADS), *list_rows(found)):
         print(f"| {' | '.join(cells)} |")
 

@@ -57,7 +57,7 @@ def ratios(times: list[StepTime]) -> dict[int, float]:
 
 
 def figures(case: Case, result: Result) -> dict:
-    """What ``--json`` keeps of a case."""
+    """Figures of a case, for ``--json``."""
     return {
         "link": case.link,
         "work": asdict(case.work),
@@ -93,7 +93,7 @@ def _switches(run: Run) -> list[dict]:
 
 
 def last_switches(found: dict) -> str:
-    """When ``survival`` changed the layout in its last round."""
+    """Switches of ``survival`` in its last round."""
     made = [switch for switch in found["runs"][POLICY]["switches"][-1] if switch["requests"]]
     each = [f"tp{s['to_tp']} at {s['at']:.1f} s ({s['requests']} left)" for s in made]
     return "switches of the last round: " + (", ".join(each) or "none")

@@ -26,7 +26,7 @@ import aiohttp
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS = 16
-"""Of each answer."""
+"""Tokens of each answer."""
 PROMPT = list(range(100, 356))
 RESPONSES = 16
 SAMPLING = {"max_new_tokens": 64, "ignore_eos": True}
@@ -34,7 +34,7 @@ TICK_SECONDS = 0.001
 
 
 class Stalls:
-    """How long an event loop stands still at most: what wakes every millisecond is late by so much."""
+    """Longest time that an event loop stands still: what wakes every millisecond is late by so much."""
 
     def __init__(self) -> None:
         self.longest = 0.0
@@ -50,7 +50,7 @@ class Stalls:
 
 
 class Stub:
-    """As much of a TokenizerManager as rounds use."""
+    """A TokenizerManager, as far as rounds use it."""
 
     tokenizer = None
     context_len = max_req_input_len = 100_000
@@ -60,7 +60,7 @@ class Stub:
         self.model_config = SimpleNamespace(vocab_size=5000, hf_eos_token_id=None)
         self.rid_to_state: dict[str, None] = {}
         self.expected = 0
-        """Samples that are waited for before any is answered."""
+        """Number of samples that are waited for before any is answered."""
         self._came = 0
         self._all = asyncio.Event()
 
@@ -68,7 +68,8 @@ class Stub:
         self.expected, self._came, self._all = samples, 0, asyncio.Event()
 
     async def generate_request(self, obj: Any, request: Any):
-        """As SGLang: several requests in one are answered as they end; what is streamed begins with the first token."""
+        """Answers in SGLang's manner: several requests in one are answered as they end; what is streamed begins with
+        the first token."""
         obj.normalize_batch_and_arguments()
         if obj.is_single:
             await self._sample()
@@ -112,7 +113,7 @@ def _answer(rid: str, tokens: int) -> dict[str, Any]:
 
 
 def serve(port: int) -> None:
-    """In the server's process."""
+    """Serve, in the server's process."""
     from sglang_pat.cpu import shim
 
     if shim.is_needed():
@@ -161,7 +162,7 @@ async def ready(url: str) -> None:
 
 
 async def run_round(url: str, prompts: int, number: int) -> int:
-    """A round of ``RolloutClient``; the number of responses."""
+    """Run a round of ``RolloutClient``; returns the number of responses."""
     from sglang_pat.rollout.admitter import Admitter
     from sglang_pat.rollout.client import RolloutClient
     from sglang_pat.rollout.records import Group
@@ -174,7 +175,7 @@ async def run_round(url: str, prompts: int, number: int) -> int:
 
 
 async def one(url: str, prompts: int, number: int, together: bool) -> dict[str, float]:
-    """Of one round: microseconds a sample, by the clock and of CPU; milliseconds of the longest stalls."""
+    """Microseconds a sample of one round, by the clock and of CPU; milliseconds of the longest stalls."""
     samples = prompts * RESPONSES
     async with aiohttp.ClientSession() as session:
         before = await get(session, f"{url}/bench/begin?expected={samples if together else 0}")

@@ -40,7 +40,7 @@ COLUMNS = {
 
 
 def run(mode: str, share: float, args: argparse.Namespace) -> Steps:
-    """One job."""
+    """Run one job."""
     more = ("--gpus", "1", "--settings", "{base_tp:1}", f"trainer.v1.trainer_mode={mode}", *APART)
     return _verl_jobs.run(
         args, MODEL, "_stream_job.DrawnLengths", *more, "ray_kwargs.ray_init.num_gpus=2", FETCH_SHARE=str(share)
@@ -48,7 +48,7 @@ def run(mode: str, share: float, args: argparse.Namespace) -> Steps:
 
 
 def compare(found: dict[str, Steps]) -> dict[str, list[float]]:
-    """How many times as long as with ``stream`` each step takes."""
+    """Times that each step takes as long as with ``stream``."""
     name = "timing_s/step"
     return {
         way: [one[name] / other[name] for one, other in zip(steps, found["stream"], strict=True)]

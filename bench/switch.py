@@ -39,7 +39,7 @@ LARGE = 16384
 
 
 def engine(model: Path, setting: Setting, pool: int, *flags: str) -> Worker:
-    """``pool``: KV tokens of a replica."""
+    """An engine; ``pool``: KV tokens of a replica."""
     sizes = ("--dtype", "float32", "--max-total-tokens", str(pool), "--max-running-requests", "64")
     return Worker(model, *setting.flags, *sizes, *flags)
 
@@ -149,7 +149,7 @@ def measure(workers: dict[str, Worker], setting: Setting, points: list[dict], ro
 
 
 def alone(worker: Worker, setting: Setting, points: list[dict], result: dict, rounds: int) -> None:
-    """What is measured of ours only: memory, lending, return to base, steps after a switch."""
+    """Figures of ours only: memory, lending, return to base, steps after a switch."""
     for point in points:
         point["taken"] = worker.do(commands.taken, **batch(setting, point["tokens"], point["requests"]))
         point["lending"] = worker.do(commands.lending, rounds=3, **batch(setting, point["tokens"], point["requests"]))
@@ -206,7 +206,7 @@ def main() -> int:
     results: dict = {}
 
     def save(result: dict, **more: object) -> None:
-        """After each point."""
+        """Save the results after each point."""
         results[name] = result
         _bench.write(args.json, machine=about, model=model.name, results=results, **more)
 

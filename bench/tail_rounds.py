@@ -44,9 +44,9 @@ from studies.shapes import Shape
 
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 PROMPT_TOKENS = 32
-"""About what the chats have."""
+"""Tokens of a prompt, about as many as the chats have."""
 RHO, SEED = 0.5, 1
-"""Of lengths that are given."""
+"""Correlation and seed of lengths that are given."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,8 @@ class Contender:
         self._admitter, self._fed = Admitter(self.rules), 0
 
     def run_round(self, version: int) -> None:
-        """One more in :attr:`rounds`: seconds, kind, each response's length, whether it ended by itself, and so on."""
+        """Run one more of :attr:`rounds`: seconds, kind, each response's length, whether it ended by itself, and so
+        on."""
         self._feed_prompts()
         before = self.server.status()["num_switches"]
         began = time.monotonic()
@@ -151,7 +152,7 @@ class Contender:
 
 
 def run(console: Console, jobs: dict[str, RealJob], budget: str) -> dict:
-    """All contenders on each model, round by round in turn; the first round does not count."""
+    """Run all contenders on each model, round by round in turn; the first round does not count."""
     about, found = _bench.about(), {}
     for name, job in jobs.items():
         found[name] = _model(console, job, budget)

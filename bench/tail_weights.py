@@ -70,7 +70,7 @@ class Stepper:
         return model
 
     def copied(self, layout: ParallelLayout) -> torch.nn.Module:
-        """The same with weights of its own, each in one piece."""
+        """The model of rank 0 in ``layout`` with weights of its own, each in one piece."""
         model = self.rank.make_model(layout.tp, 0)
         held, wanted, base = make_shard_specs(self.base), make_shard_specs(model), dict(self.base.named_parameters())
         for name, param in model.named_parameters():

@@ -28,7 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         chosen=8, expert_width=768,
     ),
 }  # fmt: skip
-"""As published; heads of 128 dimensions."""
+"""Shapes of models as published; heads of 128 dimensions."""
 CONTEXTS, REQUESTS, TOKENS = (2048, 8192, 16384), (1, 2, 4, 8, 16, 32, 64), (1, 2, 3, 5, 9)
 """``TOKENS`` of a request in a step: 1 is a plain step, k + 1 one that checks k drafts."""
 EXTENDED = 5

@@ -66,7 +66,7 @@ class Job:
 
 
 def simulate(job: Job) -> dict[str, dict[str, float]]:
-    """What one epoch gives, and what its truth is; by way: inverse-probability weights are ways of their own."""
+    """Figures of one epoch, and its truth; by way: inverse-probability weights are ways of their own."""
     profile = load(PROFILES / f"{SETTING.profile}.json")
     predictor, costs = build_predictors(profile)
     engines = Engines(
@@ -151,7 +151,7 @@ def outlives(group: Group) -> bool:
 
 
 def combine_epochs(found: list[dict[str, float]]) -> dict[str, float]:
-    """Of epochs with one way and one ρ; ``bias``: of the mean, over the truth, with its standard error.
+    """Means over epochs with one way and one ρ; ``bias``: of the mean, over the truth, with its standard error.
 
     ``estimated``: the bias of the mean as the last round's summary has it, which knows no truth.
     """

@@ -46,7 +46,7 @@ class Workload:
     seed: int = 0
 
     def make_batches(self) -> Iterator[Batch]:
-        """The same ones for the same values; families differ from round to round."""
+        """Batches of the workload: equal for equal values; families differ from round to round."""
         random = np.random.default_rng(self.seed)
         groups = -(-self.batch // self.group)
         for number in range(self.rounds):

@@ -47,9 +47,9 @@ POLICIES = ROOT / "docs" / "results" / "policies.md"
 MACHINES = {"8×A40, PCIe": A40, "8×L40S, PCIe": L40S, "8×H100, NVLink": H100}
 MODELS = {"Llama-3.1-8B": LLAMA, "Qwen3-14B": QWEN, "Qwen2.5-32B": QWEN_32B, "Qwen3-30B-A3B": A3B}
 SIZES = (128, 512, 1024)
-"""Responses a round."""
+"""Numbers of responses a round."""
 LENGTHS = "lognormal:7.919,0.885,16384"
-"""DeepScaleR's, as PAT has them, of at most 16K tokens."""
+"""DeepScaleR's lengths, as PAT has them, of at most 16K tokens."""
 OTHER_MODEL = {
     "8×A40, PCIe": ((5.3, 10), (5.4, 12), (4.3, 13), (2.4, 7)),
     "8×L40S, PCIe": ((4.4, 12), (6.2, 13), (5.0, 13), (2.1, 7)),
@@ -60,7 +60,7 @@ static layout: percent, mean and most, by model as in :data:`MODELS`.  64 to 1,0
 tokens, three shapes of lengths."""
 DEGREES = (1, 2, 4, 8)
 MEMORY_SHARE = 0.85
-"""Of a GPU's memory: weights and KV."""
+"""Share of a GPU's memory for weights and KV."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,12 @@ def count_room(machine: Machine, model: ModelSize, base_tp: int) -> dict[int, in
 
 
 def list_degrees(machine: Machine, model: ModelSize, shape: Shape) -> list[int]:
-    """Those in which a replica has room for the longest response."""
+    """Degrees in which a replica has room for the longest response."""
     return [tp for tp in DEGREES if count_room(machine, model, tp)[tp] >= PROMPT + shape.limit]
 
 
 def make_node(machine: Machine, model: ModelSize, base_tp: int) -> Node:
-    """With the profile that ``profiler.sweep``'s grid gives of the modelled times."""
+    """A node with the profile that ``profiler.sweep``'s grid gives of the modelled times."""
     times, room = modelled.make_times(machine, model), count_room(machine, model, base_tp)
     axes = grid.BATCHES, grid.CONTEXTS
     profile = modelled.build(machine, model, base_tp, ("profiler.sweep's grid",), False, times, axes, room)
@@ -144,12 +144,12 @@ def study(task: Task) -> Rounds:
 
 @dataclass(frozen=True)
 class Gain:
-    """Of a node, a model and a size: seconds a round by static degree, the best and the worst that fit; adaptive's."""
+    """Seconds a round of a node, a model and a size: by static degree that fits, and adaptive."""
 
     static: dict[int, float]
     adaptive: float
     spread: tuple[float, float]
-    """Of single rounds: best static layout (of all rounds) over adaptive, the least and the largest."""
+    """Least and largest ratio of single rounds: best static layout (of all rounds) over adaptive."""
 
     @property
     def best(self) -> int:
@@ -170,7 +170,7 @@ class Gain:
 
 
 Found = dict[tuple[str, str], tuple[int, dict[int, Gain]]]
-"""By node and model: the ``--tp`` that adaptive TP is started with, and the gains by size."""
+"""Base degree (``--tp``) of adaptive TP and gains by size, for each node and model."""
 
 
 def collect(done: list[Rounds]) -> Found:

@@ -57,7 +57,7 @@ ROUNDS, SPACING = 3, 32
 SETUP = 2.0
 """Seconds between a lending and the first token that is trained: weights come from host memory.  A guess."""
 SIZES = ((8, 2), (16, 4), (32, 16), (64, 8), (64, 32), (256, 8), (512, 8))
-"""With ``--seeds``: responses of a batch, and of a group.  The correlation follows the seed."""
+"""Responses of a batch and of a group, tried with ``--seeds``.  The correlation follows the seed."""
 RIGHT = "right"
 WRONG = {
     f"{field} {name}": {field: factor}
@@ -65,10 +65,10 @@ WRONG = {
 }  # fmt: skip
 """What a client may say of a training that is as in the paper: factors of what is right."""
 FEW = 64
-"""Responses up to which it is tried: with more no step is behind."""
+"""Most responses with which a setting counts as small: with more no step is behind."""
 WAYS = ("base", "40%", "50%", "adaptive", "fixed", "ours", "oracle")
 GOAL, GOAL_IF_WRONG = 0.02, 0.05
-"""Most that a step with lending may take longer than without; the same where the client is wrong by two."""
+"""Most that a step with lending may take longer than without, and the same where the client is wrong by two."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def make_machine(name: str) -> Machine:
 
 
 def replay(machine: Machine, batch: Batch, share: float) -> StepReplay:
-    """A step whose training takes this share of its round in the base layout."""
+    """Replay of a step whose training takes this share of its round in the base layout."""
     fingerprint = machine.profile.fingerprint
 
     def make(seconds_per_token: float) -> StepReplay:
@@ -216,7 +216,7 @@ RISKS = ("steps", "mean", "worst step", "worst in later rounds", "more than 2% b
 
 
 def list_risks(risks: list[Risk], by: str) -> list[tuple[str, ...]]:
-    """A line a value of ``by``; of all steps, and of those that are not a job's first."""
+    """Lines by value of ``by``; of all steps, and of those that are not a job's first."""
     lines: list[tuple[str, ...]] = []
     for key in dict.fromkeys(getattr(risk, by) for risk in risks):
         mine = [risk for risk in risks if getattr(risk, by) == key]

@@ -38,12 +38,13 @@ PUBLISHED = {
     ("8xA40-llama3.1-8b", 6144): "step 1.05×",
     ("8xA40-llama3.1-8b", 16384): "step 1.27×",
 }
-"""Of PAT sections 5.2 and 5.3.  For 8×A40 only the throughput of whole steps is given, for 6K to 16K 1.05 to 1.27."""
+"""Figures of PAT sections 5.2 and 5.3.  For 8×A40 only the throughput of whole steps is given, for 6K to 16K 1.05 to
+1.27."""
 
 
 MU, SIGMA, BATCH, CORRELATION = 7.919, 0.885, 128, 0.5
-"""Of the lengths, with PAT's shares of Llama's responses over 8K and 16K tokens.  Qwen's have no published ones; the
-same are taken."""
+"""Parameters of the lengths, with PAT's shares of Llama's responses over 8K and 16K tokens.  Qwen's have no published
+ones; Llama's are taken."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Throughput:
 
     @property
     def tokens(self) -> float:
-        """Of a step."""
+        """Tokens of a step."""
         if self.step is not None:
             return float(np.mean(np.multiply(self.step, self.rate)))
         return (self.generation[0] - self.generation[1]) / (1 / self.rate[0] - 1 / self.rate[1])

@@ -40,10 +40,10 @@ SPACING = 32
 """Token steps between two questions at least: a policy is asked some hundred times a batch."""
 
 REGRET_GOAL = 0.5
-"""Of ``survival``'s mean regret to ``pat``'s, at most."""
+"""Most that ``survival``'s mean regret may be of ``pat``'s."""
 
 STATIC_GOAL = 0.98
-"""Best static layout's time over ``survival``'s, at least."""
+"""Least ratio of the best static layout's time to ``survival``'s."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def sum_total(cells: list[Cell]) -> dict[str, float]:
 
 
 def format_tables(cells: list[Cell]) -> tuple[Table, dict[str, dict]]:
-    """By profile, shape, ρ and batch, and over all."""
+    """Tables by profile, shape, ρ and batch, and over all."""
     table = Table(
         title="Mean regret against the oracle (decisions: round 1 is known to be complete too); best static layout's "
         "time over the policy's, worst cell; most switches in a round"

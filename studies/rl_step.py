@@ -51,23 +51,23 @@ REPORTED = {
     "14B, 16K": (1.0, 1.48, 1.99, 2.02, 2.22),
     "32B, 32K": (1.0, 2.21, 2.48, 2.52, 2.56),
 }
-"""Times as fast, cumulative (RollPacker, Table 2)."""
+"""Speed-ups that RollPacker reports, cumulative (Table 2)."""
 
 CORRELATION = 0.5
-"""Of the lengths of one prompt's responses."""
+"""Correlation of the lengths of one prompt's responses."""
 PARAMETERS = {"7B, 8K": 7.6, "14B, 16K": 14.8, "32B, 32K": 32.8}
-"""Thousand millions."""
+"""Parameters in thousand millions, by setting."""
 TRAINING_SHARE, MEASURED = 22 / 71, SETTINGS[1]
 """Seconds of training over seconds of a plain rollout, of the 14B (Table 1)."""
 STEPS, SEEDS = 10, 4
-"""Steps that count, after some that fill the queue; so many times, with other lengths and rewards."""
+"""Number of steps that count, after some that fill the queue, and of simulations with other lengths and rewards."""
 QUICK_STEPS, QUICK_SEEDS = 3, 1
 SETUP = 2.0
 """Seconds between a lending and the first token that is trained.  A guess."""
 
 # Rewards: a third of the prompts each are mathematics, code, and for a judge (section 6).
 MATH_SECONDS, JUDGE_SECONDS = 0.1, 2.0
-"""Guesses; neither is what a step waits for."""
+"""Seconds of rewards, guessed; neither is what a step waits for."""
 QUICKEST, SLOWEST = 0.05, 4.4
 """Seconds of right programs, by problem, most below one: those of ``bench/rewards.py``."""
 ENDLESS, WRONG = 0.05, 0.4
@@ -182,14 +182,14 @@ def simulate(job: Job) -> Stages:
 
 
 def _count_reward_seconds(found: Round, overlaps: bool) -> float:
-    """From the end of the rollout to the last reward."""
+    """Seconds from the end of the rollout to the last reward."""
     if not overlaps:
         return max(took for _, took in found.rewards)
     return max(max(end + took for end, took in found.rewards) - found.seconds, 0.0)
 
 
 def measure_training(rounds: int, seeds: Sequence[int]) -> dict[str, float]:
-    """Seconds of training a token on all ranks of a node, by setting: that of the 14B from the paper's shares, of the
+    """Seconds of training a token on all ranks of a node, by setting: for the 14B from the paper's shares, for the
     others by parameters."""
     plain = [simulate(Job(MEASURED, "plain", rounds, seed, 0.0)) for seed in seeds]
     nodes = MEASURED.gpus // 8
@@ -198,7 +198,7 @@ def measure_training(rounds: int, seeds: Sequence[int]) -> dict[str, float]:
 
 
 Found = dict[str, dict[str, list[Stages]]]
-"""By setting and row, one a seed."""
+"""Stages by setting and row, one entry a seed."""
 
 
 def simulate_all(rounds: int, seeds: Sequence[int], jobs: int | None) -> Found:

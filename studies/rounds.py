@@ -132,7 +132,7 @@ class Replica:
         return self._next
 
     def _count_steps(self) -> int:
-        """Until a sample ends or the room is full; one alone has room."""
+        """Number of steps until a sample ends or the room is full; one sample alone has room."""
         steps = int(self.left.min())
         if len(self.ids) == 1 or self._room == np.inf:
             return steps
@@ -158,7 +158,7 @@ class Replica:
         return self._take(int(over[0])) if len(over) else None
 
     def retract(self) -> list[int]:
-        """Put samples back, shortest first, until there is room for some steps; their contexts."""
+        """Put samples back, shortest first, until there is room for some steps; returns their contexts."""
         contexts: list[int] = []
         while len(self.ids) > 1 and self.context.sum() + RETRACTED_FOR * len(self.ids) > self._room:
             place = int(np.argmin(self.context))
@@ -169,7 +169,7 @@ class Replica:
         return contexts
 
     def remove(self, sample: SampleId, now: float) -> int:
-        """Take a sample out; its context."""
+        """Take a sample out; returns its context."""
         self.advance(now)
         if sample in self.ids:
             place = self.ids.index(sample)
@@ -291,14 +291,14 @@ class Simulation:
         )
 
     def _list_rewards(self, group: Group) -> list[tuple[float, float]]:
-        """When its samples ended, and seconds of their rewards."""
+        """Seconds at which samples ended, and seconds of their rewards."""
         return [self._rewards[group.get_sample_id(sample)] for sample in group.list_kept()]
 
     def count_training_tokens(self, group: Group) -> int:
         return sum(self.prompt_tokens + sample.output.tokens for sample in group.list_kept())
 
     def run_epoch(self) -> list[Round]:
-        """All rounds of ``prompts``."""
+        """Run all rounds of ``prompts``."""
         rounds: list[Round] = []
         while self._fed < self._prompts or self.admitter.epoch is not None:
             rounds.append(self.run_round(len(rounds)))
@@ -365,7 +365,7 @@ class Simulation:
         return [Replica(seconds, engines.fingerprint.max_running, clock) for _ in range(self._count_ranks(node) // tp)]
 
     def _count_ranks(self, node: _Node) -> int:
-        """Of a node, those that work."""
+        """Number of ranks of a node that work."""
         ranks = self.engines.fingerprint.num_ranks
         return ranks // STRIDE if node.loan.lent else ranks
 
@@ -402,7 +402,7 @@ class Simulation:
         self._rebuild(node, wanted, self.engines.costs.estimate(node.tp, wanted, lengths).seconds)
 
     def _rebuild(self, node: _Node, tp: int, pause: float) -> None:
-        """After a pause all that runs on a node goes on in this degree, on the ranks that work now."""
+        """Let all that runs on a node go on in this degree after a pause, on the ranks that work now."""
         node.resumes = node.last_switch = max(self.now, node.resumes) + pause
         old, node.tp = node.replicas, tp
         node.replicas = self._make(node)
@@ -471,8 +471,8 @@ class Simulation:
 
 @dataclass
 class _Loan:
-    """Of a round and a node: whether ranks are lent, since when, and how long; samples that were complete when the
-    policy was asked."""
+    """Loan of a node's ranks in a round: whether they are lent, since when, and how long; samples that were complete
+    when the policy was asked."""
 
     trainer: Trainer = field(default_factory=Trainer)
     lent: bool = False

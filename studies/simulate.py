@@ -105,13 +105,13 @@ class Drain:
         return elapsed[:, self._inside[dealt:] - self._inside[dealt]]
 
     def elapsed(self, tp: int, dealt: int = 0) -> np.ndarray:
-        """As :meth:`compute_elapsed` has it, in truth."""
+        """Elapsed seconds by the true step times; see :meth:`compute_elapsed`."""
         if (tp, dealt) not in self._elapsed:
             self._elapsed[tp, dealt] = self.compute_elapsed(self._predictor, tp, dealt)
         return self._elapsed[tp, dealt]
 
     def seconds(self, tp: int, start: int, dealt: int = 0) -> np.ndarray:
-        """From point number ``start`` to each point from there on, in one layout, ``[points - start]``.
+        """Seconds from point number ``start`` to each point from there on, in one layout, ``[points - start]``.
 
         Args:
             dealt: point number, at most ``start``, at which requests were dealt to the replicas.
@@ -217,8 +217,8 @@ class Drain:
         )
 
     def _drive(self, decide: Callable[[int, float, int, float, int], int], deals: bool) -> Run:
-        """``decide``: the degree to be in, for (point, now, degree in force, end of the last switch, last deal);
-        ``deals``: lowering tp deals requests anew."""
+        """Run the batch; ``decide``: the degree to be in, for (point, now, degree in force, end of the last switch,
+        last deal); ``deals``: lowering tp deals requests anew."""
         tp, begun, since, last_switch, dealt = self.degrees[0], 0.0, 0, float("-inf"), 0
         elapsed = self.seconds(tp, 0)
         run = Run(seconds=0.0)
@@ -259,7 +259,7 @@ def find_best_run(drain: Drain) -> Run:
 
 
 def find_best_seconds(drain: Drain) -> dict[int, float]:
-    """The least time of the batch by the degree in which it starts."""
+    """Least seconds of the batch by the degree in which it starts."""
     return dict(zip(drain.degrees, solve(drain)[0][0].tolist(), strict=True))
 
 
@@ -310,7 +310,8 @@ def _sum_running(replica: np.ndarray, last: np.ndarray, weight: np.ndarray, repl
 
 
 def _thin_out(ends: np.ndarray, spacing: int, always: np.ndarray) -> np.ndarray:
-    """The first and the last of ``ends``, those in ``always``, and every one ``spacing`` after the one kept before."""
+    """The points that are kept: the first and the last of ``ends``, those in ``always``, and every one ``spacing``
+    after the one kept before."""
     kept = [int(ends[0])]
     for end, keep in zip(ends[1:-1], np.isin(ends[1:-1], always), strict=True):
         if keep or end - kept[-1] >= spacing:
@@ -339,7 +340,8 @@ class SimulatedReports:
         self._believed, self._noise, self._random = believed, noise, random
 
     def calibrate(self, right: StepPredictor, num_ranks: int, noise: float) -> None:
-        """As an engine does before its first request; ``noise``: as above, of a layout in one turn."""
+        """Calibrate as an engine does before its first request; ``noise``: standard deviation of the logarithm of a
+        layout's measured time in one turn."""
         degrees, turns = self.factors.degrees, list[dict[int, Steps]]()
         for each, context in TURNS:
             turn: dict[int, Steps] = {}

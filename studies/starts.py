@@ -45,19 +45,19 @@ from studies.simulate import Batch, Drain, find_best_seconds
 
 MODELS = {model.name: model for model in (A3B, MIXTRAL, LLAMA, QWEN_32B)}
 DEPLOYMENTS = ((A3B.name, 4), (A3B.name, 2), (A3B.name, 1), (MIXTRAL.name, 2), (LLAMA.name, 1), (QWEN_32B.name, 2))
-"""(model, base degree); the dense ones for comparison."""
+"""Deployments as (model, base degree); the dense ones for comparison."""
 SAMPLES, CAPS = (128, 256, 512, 1024), (8192, 16384)
 PROMPT, GROUP, CORRELATION = 512, 8, 0.5
 ASK_SECONDS = 1.0
-"""Between two questions to the policy."""
+"""Seconds between two questions to the policy."""
 GOAL = 0.01
-"""Most that a start may lose."""
+"""Most that a start may lose, as a share."""
 FITS = 0.95
-"""Of the room for KV: so much a round that fits takes at most."""
+"""Share of the room for KV that a round that fits takes at most."""
 REDUCE_SECONDS = {1: 0.0, 2: 6e-6, 4: 8e-6, 8: 11e-6}
-"""Of an all-reduce of few bytes, by degree."""
+"""Seconds of an all-reduce of few bytes, by degree."""
 WITHOUT_REDUCE = 52e-6
-"""Of a layer in every step, without its all-reduces."""
+"""Seconds of a layer in every step, without its all-reduces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Node:
     policy: Policy
 
     def step_seconds(self, tp: int, batch: Number, tokens: Number, replicas: Number | None = None) -> Number:
-        """The truth, as a predictor has it."""
+        """True seconds of a step, with a predictor's arguments."""
         return np.where(np.asarray(batch) > 0, self.times.step_seconds(tp, batch, tokens), 0.0)
 
 
@@ -324,7 +324,7 @@ def format_steps(name: str) -> Table:
 
 
 def format_rounds(cells: list[Cell], slow_reduce: bool) -> Table:
-    """Means over rounds."""
+    """Means of the rounds, as text."""
     after = "; all-reduces of 6, 8, 11 µs on 2, 4, 8 ranks" if slow_reduce else ""
     table = Table(title=f"Seconds a round, mean{after} (modelled)", title_justify="left")
     for column in ("model, base", "samples, cap", *(f"static tp{tp}" for tp in (1, 2, 4, 8)), "survival", "starts in",
@@ -342,7 +342,7 @@ def format_rounds(cells: list[Cell], slow_reduce: bool) -> Table:
 
 
 def _list_degrees(degrees: list[int]) -> str:
-    """In the order of the rounds; once if all are the same."""
+    """Degrees in the order of the rounds; one if all are equal."""
     return ", ".join(f"tp{tp}" for tp in (degrees if len({*degrees}) > 1 else degrees[:1]))
 
 

@@ -19,7 +19,7 @@ Found = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 
 def read_lines(lines: Sequence[Mapping[str, str]]) -> Found:
-    """Of the table, by its heads; of a cell with a range in brackets what stands before it."""
+    """Rows of the table by its heads; a cell with a range in brackets counts by what stands before it."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for line in lines:
         numbers = {head: float(cell.split()[0]) for head, cell in line.items() if head not in ("setting", "with")}

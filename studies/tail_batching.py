@@ -32,10 +32,10 @@ from studies.shapes import parse_shape
 CORRELATIONS = (0.0, 0.5, 0.8)
 ETAS = (1.0, 1.125, 1.25, 1.375, 1.5)
 ROLLOUT_SHARE = 0.71
-"""Of a training step without tail batching (RollPacker Table 1: 72, 66 and 71%)."""
+"""Rollout's share of a training step without tail batching (RollPacker Table 1: 72, 66 and 71%)."""
 
 BOUND = 8
-"""Of deferrals, where there is one (the default of a job's rules)."""
+"""Bound on deferrals, where there is one (the default of a job's rules)."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Job:
-    """One simulation: so many ``rounds`` count, after some that fill the queue."""
+    """One simulation, in which ``rounds`` rounds count, after some that fill the queue."""
 
     setting: Setting
     rho: float
@@ -84,13 +84,13 @@ class Job:
     adaptive: bool = False
     unbiased: bool = False
     shape: str | None = None
-    """Of the lengths; None: the setting's."""
+    """Shape of the lengths; None: the setting's."""
     max_deferrals: int = 64
-    """So many that nothing is ever forced; the paper has no bound."""
+    """Bound so high that nothing is ever forced; the paper has none."""
 
 
 class Slower:
-    """A predictor whose steps all take so many times as long."""
+    """A predictor whose steps all take ``factor`` times as long."""
 
     def __init__(self, predictor, factor: float) -> None:
         self._predictor, self._factor = predictor, factor
@@ -132,7 +132,7 @@ def simulate(job: Job) -> dict:
 
 
 def step_speedup(rollout: float) -> float:
-    """Of a whole training step, if only its rollout becomes ``rollout`` times as fast."""
+    """Speed-up of a whole training step, if only its rollout becomes ``rollout`` times as fast."""
     return 1 / (1 - ROLLOUT_SHARE + ROLLOUT_SHARE / rollout)
 
 
@@ -148,7 +148,7 @@ WAYS = {
     "as in the paper": (1.25, 1.25, False),
     "unbiased": (1.25, 1.0, True),
 }
-"""η_P, η_R, whether ``unbiased``: what is compared for each distribution of lengths."""
+"""Ways to be compared for each distribution of lengths: η_P, η_R, whether ``unbiased``."""
 
 
 def list_length_shapes(middle: Setting) -> dict[str, str]:

@@ -13,7 +13,7 @@ BASE, ADAPTIVE, TAIL, BOTH = "without", "adaptive TP", "tail batching", "both"
 WAYS = {BASE: pictures.LIGHT, ADAPTIVE: pictures.OURS, TAIL: pictures.PURPLE, BOTH: pictures.LINE}
 NAMES = {"base on a node": BASE, "base on a node, adaptive": ADAPTIVE, "strict on a node": TAIL,
          "strict on a node, adaptive": BOTH}  # fmt: skip
-"""Of the simulations."""
+"""Ways by the names that the simulations give them."""
 MIDDLE = 0.5
 """Correlation of the lengths of one prompt's responses for the bars; lines show the other correlations."""
 

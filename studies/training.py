@@ -24,7 +24,7 @@ from sglang_pat.predict.profile import Fingerprint
 from studies.simulate import Batch, Drain, solve
 
 ASK_SECONDS = 0.5
-"""Between two questions to the policy while ranks are lent."""
+"""Seconds between two questions to the policy while ranks are lent."""
 
 
 @dataclass
@@ -64,20 +64,20 @@ class Trainer:
         self._has_begun = False
 
     def lend(self, now: float, setup: float) -> None:
-        """Ranks are lent from now on; the first token is trained ``setup`` seconds later at the earliest."""
+        """Lend ranks from now on; the first token is trained ``setup`` seconds later at the earliest."""
         self.since, self.free, self._has_begun = now, now + setup, False
 
     def take_back(self) -> None:
-        """None are."""
+        """Let no ranks be lent."""
         self.since = self.free = np.inf
 
     def add(self, seconds: float, now: float) -> None:
-        """A group is complete, and has its rewards, at ``now``."""
+        """Add a group that is complete, and has its rewards, at ``now``."""
         heapq.heappush(self._ready, (now, seconds))
         self.taken += seconds
 
     def get_ready_seconds(self, now: float) -> float:
-        """Of the groups that have come and were not begun."""
+        """Seconds of training of the groups that have come and were not begun."""
         return sum(seconds for came, seconds in self._ready if came <= now)
 
     def advance(self, now: float) -> None:
@@ -93,7 +93,7 @@ class Trainer:
         return self._has_begun and now < self.free < np.inf
 
     def count_done_seconds(self, now: float) -> float:
-        """Of what was begun, without what is still under way."""
+        """Seconds of the training that was begun, without what is still under way."""
         return self.begun - self._count_under_way(now)
 
     def _count_under_way(self, now: float) -> float:
@@ -107,8 +107,8 @@ class Trainer:
         return {"lent": now - self.since, "busy": STRIDE * done, "trained": int(done / max(seconds_per_token, 1e-12))}
 
     def finish(self, now: float) -> tuple[float, float]:
-        """The round is over, and all ranks train what is left, in the order in which rewards come: seconds in which
-        they wait for a reward, and seconds in which they train."""
+        """Seconds, after the round, in which all ranks wait for a reward, and in which they train what is left, in the
+        order in which rewards come."""
         training, waiting = self._count_under_way(now), 0.0
         for came, seconds in sorted(self._ready):
             waiting = max(waiting, came - now - training)
@@ -129,10 +129,10 @@ class Moment:
 
 
 LayoutChoice = Callable[[Moment], int]
-"""The degree to be in; asked at every point."""
+"""A choice of the degree to be in; asked at every point."""
 
 LendingChoice = Callable[[Moment], Move]
-"""What to do with the ranks; asked at every point."""
+"""A choice of what to do with the ranks; asked at every point."""
 
 
 def never_lend(moment: Moment) -> Move:
@@ -178,7 +178,7 @@ class StepReplay:
         self.ended_at = np.searchsorted(self.points, batch.length)
         self._moves: dict[tuple[int, int], float] = {}
         self._chosen: dict[tuple[int, int, float, float, bool], int] = {}
-        """Degrees by what a policy saw."""
+        """Degrees chosen, by what a policy saw."""
 
     @property
     def training_seconds(self) -> float:
@@ -191,7 +191,7 @@ class StepReplay:
         return self._moves[point, tp]
 
     def recompute_seconds(self, point: int, tp: int) -> float:
-        """Of a lending at a point where the KV of half of the requests is computed anew."""
+        """Seconds of a lending at a point where the KV of half of the requests is computed anew."""
         lengths = np.sort(self._list_lengths(point))[1::2]
         replicas = min(self.half.fingerprint.num_ranks // tp, len(lengths))
         if not replicas or not self.costs.predictor.has_prefill(tp):
@@ -264,7 +264,7 @@ class StepReplay:
         return self.run(lambda moment: tp, lending, recompute=True)
 
     def _lend_at(self, share: float) -> LendingChoice:
-        """When this share of the requests has ended, whatever it costs; until the round is over."""
+        """A choice that lends when this share of the requests has ended, whatever it costs, until the round is over."""
 
         def choose_lending(moment: Moment) -> Move:
             ended = np.count_nonzero(self.ended_at <= moment.point)
@@ -280,7 +280,7 @@ class StepReplay:
         share: float | None = None,
         believe: Callable[[Training], Training] | None = None,
     ) -> Step:
-        """With a policy for the degree, and one for lending (None: never; with ``share``: at this share of the
+        """A step with a policy for the degree, and one for lending (None: never; with ``share``: at this share of the
         requests).  They see, and ``history`` learns, what an engine and its client would; ``believe``: what a client
         says of the training that is known right.
 
@@ -354,7 +354,8 @@ class StepReplay:
     # -- the oracle ------------------------------------------------------------------------------------
 
     def run_best(self, moments: int = 60) -> Step:
-        """For one who knows all lengths: the best moments to lend and to take back, and the best layouts around them.
+        """The best step for one who knows all lengths: the best moments to lend and to take back, and the best layouts
+        around them.
 
         Args:
             moments: so many are tried for the one, and for each of them for the other.
@@ -407,13 +408,13 @@ class StepReplay:
 
 
 def _spread_moments(first: int, last: int, count: int) -> list[int]:
-    """So many points, evenly, with both ends."""
+    """Points spread evenly over ``first`` to ``last``, with both ends."""
     return np.unique(np.linspace(first, last, count).round().astype(int)).tolist() if last >= first else []
 
 
 @dataclass(frozen=True)
 class _Path:
-    """From a point on: seconds up to each later point, the degree in force before and after a switch there."""
+    """Seconds from a point on up to each later point, and the degrees in force before and after a switch there."""
 
     seconds: np.ndarray
     degrees: np.ndarray

@@ -35,14 +35,14 @@ KINDS: dict[str, Callable[[float, float], float]] = {
     "middle": lambda batch, context: 1 - 2 * abs(2 * batch - 1),  # which no power of the batch has
     "points": lambda batch, context: 1.0,  # times a normal number, drawn for each point by itself
 }
-"""By what part of its layout's error a step is off.  ``batch``, ``context``: the place of their logarithm between the
-least (0) and the greatest (1) of the profile."""
+"""Shares of its layout's error by which a step is off.  ``batch``, ``context``: the place of their logarithm between
+the least (0) and the greatest (1) of the profile."""
 
 NOISE = 0.1
-"""Of the logarithm of each report's time: its standard deviation."""
+"""Standard deviation of the logarithm of each report's time."""
 
 CALIBRATION_NOISE = 0.03
-"""The same of a layout in one turn of the calibration, unless asked otherwise."""
+"""Standard deviation of the logarithm of a layout's time in one turn of the calibration, unless asked otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Cell:
 
 @cache
 def _machine(path: str, error: str = "layout", off: tuple[float, ...] = (), seed: int = 0) -> Machine:
-    """``off``: error of the step times of each degree; ``seed``: of the noise at each point."""
+    """A machine; ``off``: error of the step times of each degree; ``seed``: of the noise at each point."""
     profile = load(path if error in KINDS else error)
     by_degree = dict(zip(profile.fingerprint.degrees, off, strict=False)) if error in KINDS else {}
     batches, contexts = ([getattr(p, name) for p in profile.decode] for name in ("batch", "context"))
@@ -104,7 +104,7 @@ def _compute_place(value: float, values: Sequence[float]) -> float:
 
 
 def study(task: Task) -> Cell | None:
-    """None if the batch does not fit, or another machine's profile lacks a layout."""
+    """Study one cell.  None if the batch does not fit, or another machine's profile lacks a layout."""
     right = _machine(task.path)
     workload = Workload(
         shape=parse_shape(task.shape), batch=task.batch, rounds=task.rounds, correlation=task.rho, seed=task.seed
@@ -138,12 +138,12 @@ def _make_factors(task: Task, degrees: int) -> tuple[float, ...]:
 
 
 def _name(task: Task) -> bytes:
-    """Of a cell, for what is drawn for it."""
+    """Name of a cell, that seeds what is drawn for it."""
     return f"{Path(task.path).stem} {task.shape} {task.rho} {task.batch} {task.seed}".encode()
 
 
 def format_table(cells: Sequence[Cell], wrong: float) -> Table:
-    """By kind of error and profile, and over all."""
+    """Table by kind of error and profile, and over all."""
     result = Table(title=f"survival on profiles whose layouts are off by ±{wrong:.0%}: regret against the oracle")
     heads = (
         "cells",
