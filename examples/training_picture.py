@@ -18,7 +18,7 @@ PARTS = {
     "generation": pictures.STEEL, "training": pictures.PALE_PURPLE, "weight sync": pictures.RED,
     "other": pictures.LIGHT,
 }  # fmt: skip
-"""Of a step, and their colours."""
+"""Parts of a step, and their colours."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Visit:
 
 
 def visits(log: Path) -> list[Visit]:
-    """From a decision log (``--pat-log``): the times with requests in the engine, cut where the layout changes."""
+    """Visits in a decision log (``--pat-log``): the times with requests in the engine, cut where the layout changes."""
     found: list[Visit] = []
     works = False
     for event in map(json.loads, log.read_text().splitlines()):

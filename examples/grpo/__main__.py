@@ -32,7 +32,7 @@ from sglang_pat.tools.console import Speaker
 
 MODELS = Path(".cache/models")
 MODEL_RATE = 1e-5
-"""Of learning, for a checkpoint that was trained before, if none is given."""
+"""Rate of learning for a checkpoint that was trained before, if none is given."""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -130,7 +130,8 @@ class Lending:
             self.pace.add(end - start, tokens, self.lent)
 
     def make_timeline(self, ends: Sequence[float]) -> Timeline:
-        """Of the step that has just ended; ``ends``: its start, the end of its round, …, its end (monotonic clock)."""
+        """Timeline of the step that has just ended; ``ends``: its start, the end of its round, …, its end (monotonic
+        clock)."""
         start = ends[0]
         generating: list[list[Span]] = [[] for _ in range(RANKS)]
         for step in self.engine.trace():
@@ -151,7 +152,7 @@ class Lending:
 
 
 def count_tokens(groups: Sequence[Group]) -> int:
-    """Of prompts and responses."""
+    """Tokens of prompts and responses."""
     return sum(
         len(group.prompt["input_ids"]) + len(sample.output.token_ids)
         for group in groups

@@ -15,7 +15,7 @@ from examples.grpo.train import Row, Run
 from sglang_pat.tools import pictures
 
 PARTS = {"generation": pictures.STEEL, "training": pictures.PALE_PURPLE, "weight sync": pictures.RED}
-"""Of a step, and their colours."""
+"""Parts of a step, and their colours."""
 
 
 class Results(msgspec.Struct, kw_only=True):
@@ -31,7 +31,7 @@ class Results(msgspec.Struct, kw_only=True):
 
     @property
     def after(self) -> float:
-        """After the last test."""
+        """Mean reward after the last test."""
         return next((row.held_out for row in reversed(self.rows) if row.held_out is not None), self.before)
 
     def list_tests(self) -> list[tuple[int, float, float]]:

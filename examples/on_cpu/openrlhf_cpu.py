@@ -25,7 +25,7 @@ _CHANGED = {
 
 
 NAME = "on_cpu.openrlhf_cpu"
-"""This module, also where it runs as ``__main__``."""
+"""Name of this module, also where it runs as ``__main__``."""
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -47,7 +47,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """In this process, before OpenRLHF is imported."""
+    """Prepare this process before OpenRLHF is imported."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import torch
 
@@ -62,7 +62,7 @@ def install() -> None:
 
 
 def setup() -> None:
-    """This, then the product's own, in this process."""
+    """Install this, then the product's own, in this process."""
     install()
     from sglang_pat.integrations.openrlhf import facade
 

@@ -28,7 +28,7 @@ MODES = {
 
 
 def arguments(args: argparse.Namespace, out: Path) -> list[str]:
-    """Of OpenRLHF's command, ours among them."""
+    """Arguments of OpenRLHF's command, ours among them."""
     named = {
         "actor.model_name_or_path": args.model,
         "actor.adam.lr": 1e-5,
@@ -121,7 +121,7 @@ def metrics(lines: list[str]) -> list[dict[str, float]]:
 
 
 def steps(found: list[dict[str, float]]) -> list[picture.Step]:
-    """For the picture."""
+    """Steps of the picture."""
     names = {"generation": "generation", "training": "ppo_train", "weight sync": "broadcast"}
     return [
         picture.Step.of(
