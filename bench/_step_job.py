@@ -48,8 +48,8 @@ class TimedLengths(DrawnLengths):
     """Policies are told the limit of a response, not its length."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        given = sampling_params | {"custom_params": {LIMIT_PARAM: self.response_length}}
-        output = await super().run(given, **kwargs)
+        params = sampling_params | {"custom_params": {LIMIT_PARAM: self.response_length}}
+        output = await super().run(params, **kwargs)
         output.extra_fields |= {ENDED: time.monotonic(), SESSION: int(kwargs["session_id"])}
         return output
 
@@ -82,9 +82,9 @@ def _note_waits(wait: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(wait)
     def noted(*args: Any, **named: Any) -> Any:
         begun = time.monotonic()
-        found = wait(*args, **named)
+        result = wait(*args, **named)
         _waits.append((begun, time.monotonic()))
-        return found
+        return result
 
     return noted
 
@@ -109,8 +109,8 @@ def _measure(step: Callable[..., KVBatchMeta]) -> Callable[..., KVBatchMeta]:
 def _score_programs(compute: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(compute)
     def compute_program(self: PooledRewardManager, **arguments: Any) -> Any:
-        about = arguments["extra_info"]
-        return compute(self, **arguments | {"solution_str": make_response(int(about["index"]), about[SESSION])})
+        fields = arguments["extra_info"]
+        return compute(self, **arguments | {"solution_str": make_response(int(fields["index"]), fields[SESSION])})
 
     return compute_program
 

@@ -29,8 +29,8 @@ def draw_length(prompt: int, response: int, limit: int) -> int:
 class DrawnLengths(SingleTurnAgentLoop):
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         length = draw_length(int(kwargs["index"]), int(kwargs["session_id"]), self.response_length)
-        given = sampling_params | {"max_tokens": length, "ignore_eos": True}
-        return await super().run(given, **kwargs)
+        params = sampling_params | {"max_tokens": length, "ignore_eos": True}
+        return await super().run(params, **kwargs)
 
 
 @register_trainer("fetch_whole")
@@ -38,8 +38,8 @@ class FetchWhole(AdaptiveStream):
     """Trains when the batch is there."""
 
     def _wait_for_groups(self, wanted: int) -> tuple[int, dict[str, Any]]:
-        _, found = self.replay_buffer.wait_for_sampleable(self.global_steps, "train", wanted)
-        return wanted, found
+        _, groups = self.replay_buffer.wait_for_sampleable(self.global_steps, "train", wanted)
+        return wanted, groups
 
 
 @register_trainer("fetch_once")
@@ -49,5 +49,5 @@ class FetchOnce(AdaptiveStream):
     def _wait_for_groups(self, wanted: int) -> tuple[int, dict[str, Any]]:
         batch = self.config.data.train_batch_size
         groups = round(float(os.environ["FETCH_SHARE"]) * batch) if wanted == batch else wanted
-        _, found = self.replay_buffer.wait_for_sampleable(self.global_steps, "train", groups)
-        return groups, found
+        _, fetched = self.replay_buffer.wait_for_sampleable(self.global_steps, "train", groups)
+        return groups, fetched

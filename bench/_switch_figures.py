@@ -51,14 +51,14 @@ PHASES = ("drain", "capsules", "plan", "kv", "weights", "install", "check")
 
 def of(point: dict, way: str, up: bool) -> list[dict]:
     """Records of a point in one direction, the first one left out (page faults, lazy groups)."""
-    found = [record for record in point["switches"][way] if (record["to_tp"] > record["from_tp"]) == up]
-    return found[1:] or found
+    records = [record for record in point["switches"][way] if (record["to_tp"] > record["from_tp"]) == up]
+    return records[1:] or records
 
 
 def of_lending(point: dict, reason: str, up: bool = False) -> list[dict]:
     """Records of the switches between which ranks were lent, with this reason (and up), the first one left out."""
-    found = [r for r in point.get("lending", ()) if r["reason"] == reason and (r["to_tp"] > r["from_tp"]) == up]
-    return found[1:]
+    records = [r for r in point.get("lending", ()) if r["reason"] == reason and (r["to_tp"] > r["from_tp"]) == up]
+    return records[1:]
 
 
 def phase(switches: list[dict], name: str) -> float:
@@ -92,7 +92,7 @@ def line(point: dict) -> str:
 
 def rows(result: dict, setting: Setting) -> list[dict]:
     """Rows of a result, one for each point, way and direction."""
-    found = []
+    cells = []
     for point in result["points"]:
         for way in point["switches"]:
             for up in (True, False):
@@ -101,7 +101,7 @@ def rows(result: dict, setting: Setting) -> list[dict]:
                 record = switches[0]
                 least = record["tokens"] * result["kv_bytes_per_token"] * (1 - setting.low / setting.high)
                 taken = point.get("taken", {}).get(str(to), float("nan")) if way == "ours" else float("nan")
-                found.append(
+                cells.append(
                     {
                         "tokens": point["tokens"], "requests": point["requests"], "way": way,
                         "to": f"tp{to}", "pause": pause(switches), "own": own(switches),
@@ -113,7 +113,7 @@ def rows(result: dict, setting: Setting) -> list[dict]:
                         "extra_over_layers": taken / two_layers(record, result),
                     }
                 )  # fmt: skip
-    return found
+    return cells
 
 
 def two_layers(record: dict, result: dict) -> float:
@@ -133,10 +133,10 @@ def modelled(result: dict) -> list[float]:
             continue
         fixed, per_request, handing_over = fit_control(others, None)
         kv_fixed, per_token = fit_kv(others)
-        found = of(point, "ours", up)
-        tokens = median(s["tokens"] for s in found)
+        records = of(point, "ours", up)
+        tokens = median(s["tokens"] for s in records)
         predicted = fixed + per_request * point["requests"] + kv_fixed + (handing_over + per_token) * tokens
-        ratios.append(predicted / own(found))
+        ratios.append(predicted / own(records))
     return ratios
 
 
@@ -154,7 +154,7 @@ def bars(everything: list[dict], result: dict, setting: Setting) -> Iterator[tup
     """Bars of one setting as (figure, bar, measured); all of the pause without drain unless said otherwise."""
     ours = [row for row in everything if row["way"] == "ours"]
     head = {row["way"]: row for row in everything if _is_headline(row, setting)}
-    whole, parts = sum(result["restart"].values()), [(row["own"] - 0.010) / row["copy"] for row in ours]
+    whole, copies = sum(result["restart"].values()), [(row["own"] - 0.010) / row["copy"] for row in ours]
     ratios = [abs(ratio - 1) for ratio in modelled(result)]
     yield "bytes sent over the minimum, worst", "≤ 1.05", f"{max(row['sent_over_minimum'] for row in ours):.3f}"
     pats = head.get("PAT's")
@@ -165,13 +165,13 @@ def bars(everything: list[dict], result: dict, setting: Setting) -> Iterator[tup
         "restart over ours, headline", "≥ 100",
         f"{whole / head['ours']['own']:.0f} ({whole / head['ours']['pause']:.0f} with drain)",
     )  # fmt: skip
-    yield "(ours - 10 ms) over one copy, median; worst", "≤ 3", f"{median(parts):.2f}; {max(parts):.2f}"
+    yield "(ours - 10 ms) over one copy, median; worst", "≤ 3", f"{median(copies):.2f}; {max(copies):.2f}"
     yield "return to base without requests", "≤ 5 ms", f"{1e3 * median(result['returning']):.1f} ms, drain included"
     for reason, what in (("lend", "lending over a merge"), ("take back", "taking back over a merge")):
         over = [
-            own(given) / own(of_lending(point, "request", up=True))
+            own(lendings) / own(of_lending(point, "request", up=True))
             for point in result["points"]
-            if (given := of_lending(point, reason))
+            if (lendings := of_lending(point, reason))
         ]
         yield f"{what}, median; worst", "median ≤ 1", f"{median(over):.2f}; {max(over):.2f}"
     extra = [row["extra_over_layers"] for row in ours if row["tokens"] >= 4096]
@@ -179,8 +179,8 @@ def bars(everything: list[dict], result: dict, setting: Setting) -> Iterator[tup
         yield "extra memory over two layers' live KV, from 4K tokens, worst", "≤ 1 + capsules", f"{max(extra):.2f}"
     after = [a / b for pair in result["after"] for a, b in zip(pair["switched"], pair["static"], strict=True)]
     low, high = bootstrap((after,), np.median, method="percentile", rng=0).confidence_interval
-    known = f"{median(after):.3f} ({low:.3f}-{high:.3f}), {len(after)} switches"
-    yield f"step after over static, {setting.after[0]} tokens, median (95% interval)", "within 2%", known
+    text = f"{median(after):.3f} ({low:.3f}-{high:.3f}), {len(after)} switches"
+    yield f"step after over static, {setting.after[0]} tokens, median (95% interval)", "within 2%", text
     for up in (True, False):
         exponent, r2 = linear(result, up)
         yield f"pause ∝ tokens^x, {'up' if up else 'down'}", "x ≤ 1", f"x = {exponent:.2f}, line R² {r2:.3f}"

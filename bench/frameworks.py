@@ -79,11 +79,11 @@ def show(figures: dict[str, Figures]) -> None:
     table.add_column("rollout")
     for column in (*SECONDS, "mean tokens", "longest", "ms a token of the longest", "switches"):
         table.add_column(column, justify="right")
-    for name, found in figures.items():
-        row = [f"{statistics.median(found.seconds[part]):.2f}" for part in SECONDS]
-        lengths = [f"{statistics.median(values):.0f}" for values in (found.mean, found.longest)]
-        pace = [1000 * s / n for s, n in zip(found.seconds["generation"], found.longest, strict=True)]
-        table.add_row(name, *row, *lengths, f"{statistics.median(pace):.1f}", str(found.switches))
+    for name, contender in figures.items():
+        row = [f"{statistics.median(contender.seconds[part]):.2f}" for part in SECONDS]
+        lengths = [f"{statistics.median(values):.0f}" for values in (contender.mean, contender.longest)]
+        pace = [1000 * s / n for s, n in zip(contender.seconds["generation"], contender.longest, strict=True)]
+        table.add_row(name, *row, *lengths, f"{statistics.median(pace):.1f}", str(contender.switches))
     Console(width=120).print(table)
 
 
@@ -102,7 +102,7 @@ def main() -> int:
         return 0
     if args.quick:
         args.repeats, args.steps = 1, 3
-    about = _bench.about()
+    machine = _bench.about()
     models.make_random("llama", MODEL, heads=4, kv_heads=2, logit_std=1)
     figures = {name: Figures() for name in CONTENDERS}
     names = list(CONTENDERS)
@@ -113,8 +113,10 @@ def main() -> int:
                 figures[name].add(Path(folder))
             print(f"job {number + 1}/{args.repeats}, {name}: {figures[name].seconds['step'][-1]:.2f} s a step")
     show(figures)
-    found = {name: asdict(one) for name, one in figures.items()}
-    _bench.write(args.json, machine=about, settings={n: v for n, v in vars(args).items() if n != "json"}, figures=found)
+    all_figures = {name: asdict(one) for name, one in figures.items()}
+    _bench.write(
+        args.json, machine=machine, settings={n: v for n, v in vars(args).items() if n != "json"}, figures=all_figures
+    )
     return 0
 
 

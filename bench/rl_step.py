@@ -207,10 +207,10 @@ def main() -> int:
         Case("llama-step", NATURAL, rollout.LOGNORMAL), MODEL, "20s" if args.quick else "1m", speaker
     )
     settings = {name: value for name, value in vars(args).items() if name not in ("json", "png")}
-    about = _bench.about(**settings)
+    machine = _bench.about(**settings)
     arguments = list_ways(profile)
     ways = {way: arguments[way] for way in args.ways}
-    found: dict[str, list[Steps]] = {way: [] for way in ways}
+    steps_by_way: dict[str, list[Steps]] = {way: [] for way in ways}
     loads: dict[str, list[float]] = {way: [] for way in ways}
     first = dict.fromkeys(ways, next(iter(ways)))
     with tempfile.TemporaryDirectory() as folder:
@@ -221,15 +221,15 @@ def main() -> int:
                 steps = _verl_jobs.run(
                     args, MODEL, "_step_job.TimedLengths", f"data.train_files={prompts}", WORKERS, *more
                 )
-                found[way].append(steps)
+                steps_by_way[way].append(steps)
                 loads[way].append(os.getloadavg()[0])
-                said = f"{mean(step['timing_s/step'] for step in steps):.1f} s a step, load {loads[way][-1]:.1f}"
-                print(f"turn {turn + 1}/{args.repeats}, {way}: {said}", flush=True)
+                text = f"{mean(step['timing_s/step'] for step in steps):.1f} s a step, load {loads[way][-1]:.1f}"
+                print(f"turn {turn + 1}/{args.repeats}, {way}: {text}", flush=True)
             # After each turn, so that one who has to stop it has the turns before.
-            _bench.write(args.json, about=about, loads=loads, steps=found, faster=compare(found, first))
-    show(found)
+            _bench.write(args.json, about=machine, loads=loads, steps=steps_by_way, faster=compare(steps_by_way, first))
+    show(steps_by_way)
     if args.png:
-        draw([dict(zip(HEADS, line, strict=True)) for line in list_rows(found)], args.png)
+        draw([dict(zip(HEADS, line, strict=True)) for line in list_rows(steps_by_way)], args.png)
     return 0
 
 

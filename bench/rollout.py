@@ -94,8 +94,8 @@ def _switches(run: Run) -> list[dict]:
 
 def last_switches(found: dict) -> str:
     """Switches of ``survival`` in its last round."""
-    made = [switch for switch in found["runs"][POLICY]["switches"][-1] if switch["requests"]]
-    each = [f"tp{s['to_tp']} at {s['at']:.1f} s ({s['requests']} left)" for s in made]
+    switches = [switch for switch in found["runs"][POLICY]["switches"][-1] if switch["requests"]]
+    each = [f"tp{s['to_tp']} at {s['at']:.1f} s ({s['requests']} left)" for s in switches]
     return "switches of the last round: " + (", ".join(each) or "none")
 
 
@@ -107,7 +107,7 @@ def main() -> int:
     args = parser.parse_args()
     regimes = QUICK if args.quick else {name: REGIMES[name] for name in args.only or REGIMES}
     rounds, budget = (1, "20s") if args.quick else (args.rounds, args.budget)
-    about = _bench.about()
+    machine = _bench.about()
     results = {}
     if args.json and args.json.is_file():
         results = {result["regime"]: result for result in json.loads(args.json.read_text())["results"]}
@@ -124,13 +124,13 @@ def main() -> int:
             played = contest.run_rounds(case, model, profile, lambda done, _: done < rounds, speaker)
         except DemoError as error:
             sys.exit(f"error: {error}")
-        found = figures(case, Result(steps, played))
-        results[name] = {"regime": name, "model": case.model, "tp2_over_tp1": over, "machine": about} | found
-        for contender, run in found["runs"].items():
-            ratio = found["runs"][found["best_static"]]["median"] / run["median"]
+        case_figures = figures(case, Result(steps, played))
+        results[name] = {"regime": name, "model": case.model, "tp2_over_tp1": over, "machine": machine} | case_figures
+        for contender, run in case_figures["runs"].items():
+            ratio = case_figures["runs"][case_figures["best_static"]]["median"] / run["median"]
             by_rounds = f"{run['against_best_static']:.3f} by rounds"
             print(f"  {contender:16} median {run['median']:6.1f} s, best static over it {ratio:.3f}, {by_rounds}")
-        print(f"  {last_switches(found)}")
+        print(f"  {last_switches(case_figures)}")
         _bench.write(args.json, results=list(results.values()))  # beside those of others
     return 0
 

@@ -194,8 +194,8 @@ async def measure(url: str, prompts: int, rounds: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for together in (False, True):
         # The first does not count.
-        found = [await one(url, prompts, n + together * (rounds + 1), together) for n in range(rounds + 1)][1:]
-        row = {key: statistics.median(one[key] for one in found) for key in found[0]}
+        measured = [await one(url, prompts, n + together * (rounds + 1), together) for n in range(rounds + 1)][1:]
+        row = {key: statistics.median(one[key] for one in measured) for key in measured[0]}
         rows.append({"answers": "together" if together else "at once"} | row)
         shown = "  ".join(f"{key} {value:8.1f}" for key, value in row.items())
         print(f"{rows[-1]['answers']:>8}  {shown}", flush=True)
@@ -216,8 +216,8 @@ def main() -> int:
     from sglang_pat.tools.machine import describe_machine
 
     prompts, rounds = (64, 1) if args.quick else (1024, args.rounds)
-    about = describe_machine()
-    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    machine = describe_machine()
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
     print(f"{prompts * RESPONSES} samples; a stub server; medians of {rounds}", flush=True)
     port = find_free_port()
     process = start(port)
@@ -230,7 +230,7 @@ def main() -> int:
     finally:
         process.kill()
     if args.json:
-        args.json.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
     return 0
 
 

@@ -75,16 +75,18 @@ def main() -> None:
     if args.quick:
         args.repeats, args.steps, args.shares = 1, 3, [0.3]
     models.make_random("llama", MODEL, heads=4, kv_heads=2, logit_std=1)
-    about = _bench.about(batch=args.batch, samples=args.samples, response=args.response, load=os.getloadavg()[0])
+    machine = _bench.about(batch=args.batch, samples=args.samples, response=args.response, load=os.getloadavg()[0])
     ways = {"whole": ("fetch_whole", 1.0), "stream": ("sglang_pat_stream", 1.0)}
     ways |= {f"once {share:.0%}": ("fetch_once", share) for share in args.shares}
-    found: dict[str, Steps] = {way: [] for way in ways}
+    steps_by_way: dict[str, Steps] = {way: [] for way in ways}
     for _ in range(args.repeats):
         for way, (mode, share) in ways.items():
-            found[way] += run(mode, share, args)
-    show(found)
-    columns = {way: [{name: step[name] for name in COLUMNS.values()} for step in steps] for way, steps in found.items()}
-    _bench.write(args.json, about=about, steps=columns, longer=compare(found))
+            steps_by_way[way] += run(mode, share, args)
+    show(steps_by_way)
+    columns = {
+        way: [{name: step[name] for name in COLUMNS.values()} for step in steps] for way, steps in steps_by_way.items()
+    }
+    _bench.write(args.json, about=machine, steps=columns, longer=compare(steps_by_way))
 
 
 if __name__ == "__main__":

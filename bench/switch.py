@@ -60,29 +60,29 @@ def copy_seconds(ranks: int, size: int, repeats: int = 5) -> float:
     """Seconds for each of ``ranks`` processes to put ``size`` bytes into shared memory and to take another's out."""
     context = multiprocessing.get_context("fork")
     areas = [context.RawArray("b", size) for _ in range(ranks)]
-    barrier, found = context.Barrier(ranks), context.Queue()
+    barrier, medians = context.Barrier(ranks), context.Queue()
 
     def run(rank: int) -> None:
         import numpy as np
 
         shared = [np.frombuffer(area, dtype=np.int8) for area in areas]
-        mine, into = np.ones(size, np.int8), np.ones(size, np.int8)
+        source, into = np.ones(size, np.int8), np.ones(size, np.int8)
         best = []
         for _ in range(repeats + 1):
             barrier.wait()
             begun = time.perf_counter()
-            shared[rank][:] = mine
+            shared[rank][:] = source
             barrier.wait()
             into[:] = shared[(rank + 1) % ranks]
             barrier.wait()
             best.append(time.perf_counter() - begun)
         if rank == 0:
-            found.put(statistics.median(best[1:]))
+            medians.put(statistics.median(best[1:]))
 
     processes = [context.Process(target=run, args=(rank,)) for rank in range(ranks)]
     for process in processes:
         process.start()
-    seconds = found.get()
+    seconds = medians.get()
     for process in processes:
         process.join()
     return seconds
@@ -139,8 +139,8 @@ def measure(workers: dict[str, Worker], setting: Setting, points: list[dict], ro
         for point in points:
             for way, worker in workers.items():
                 with suspend(*(other for other in workers.values() if other is not worker)):
-                    made = worker.do(commands.switches, **batch(setting, point["tokens"], point["requests"]))
-                point["switches"].setdefault(way, []).extend(made)
+                    records = worker.do(commands.switches, **batch(setting, point["tokens"], point["requests"]))
+                point["switches"].setdefault(way, []).extend(records)
             with suspend(*workers.values()):
                 moved = point["switches"]["ours"][0]["moved_bytes"] // setting.ranks
                 point.setdefault("copies", []).append(copy_seconds(setting.ranks, max(moved, 1)))
@@ -186,8 +186,8 @@ def idle_slots(rounds: int) -> dict[int, list[float]]:
             for size, worker in workers.items():
                 with suspend(*(other for other in workers.values() if other is not worker)):
                     worker.do(commands.switches, **batch(setting, 1024, 4))
-                    found = worker.do(commands.switches, **batch(setting, 1024, 4))
-                pauses.setdefault(size, []).extend(r["pause_seconds"] - r["phases"]["drain"] for r in found)
+                    records = worker.do(commands.switches, **batch(setting, 1024, 4))
+                pauses.setdefault(size, []).extend(r["pause_seconds"] - r["phases"]["drain"] for r in records)
     return pauses
 
 
@@ -197,7 +197,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="switches there and back at each point (default: 5)")
     args = parser.parse_args()
     launch.set_environment(quiet=True)  # which the engines inherit
-    about = _bench.about()
+    machine = _bench.about()
     if args.quick:
         model, settings, rounds = models.make_random("llama", CACHE / "llama"), QUICK, 2
     else:
@@ -208,13 +208,13 @@ def main() -> int:
     def save(result: dict, **more: object) -> None:
         """Save the results after each point."""
         results[name] = result
-        _bench.write(args.json, machine=about, model=model.name, results=results, **more)
+        _bench.write(args.json, machine=machine, model=model.name, results=results, **more)
 
     for name, setting in settings.items():
         print(f"{name}, tp{setting.low} and tp{setting.high}, {model.name}:", flush=True)
         save(compare(model, setting, rounds, save))
         figures.table(name, results[name], setting)
-    pauses = {size: statistics.median(found) for size, found in idle_slots(rounds).items()}
+    pauses = {size: statistics.median(times) for size, times in idle_slots(rounds).items()}
     shown = ", ".join(f"{1e3 * seconds:.1f} ms with {size} slots" for size, seconds in pauses.items())
     print(f"idle slots, tiny model, 4 requests, 1024 tokens: {shown}")
     save(results[name], idle_slots=pauses)

@@ -153,11 +153,11 @@ class Contender:
 
 def run(console: Console, jobs: dict[str, RealJob], budget: str) -> dict:
     """Run all contenders on each model, round by round in turn; the first round does not count."""
-    about, found = _bench.about(), {}
+    machine, models = _bench.about(), {}
     for name, job in jobs.items():
-        found[name] = _model(console, job, budget)
-        show(console, name, job, found[name])
-    return {"machine": about, "models": found}
+        models[name] = _model(console, job, budget)
+        show(console, name, job, models[name])
+    return {"machine": machine, "models": models}
 
 
 def _model(console: Console, job: RealJob, budget: str) -> dict[str, list[dict]]:
@@ -167,8 +167,8 @@ def _model(console: Console, job: RealJob, budget: str) -> dict[str, list[dict]]
         servers: list[Server] = []
         for flags in (["--pat-policy", "off"], ["--pat-policy", POLICY, "--pat-profile", str(profile)]):
             with suspend(*servers):
-                made = Server(model, *RANKS, "--adaptive-tp", *flags, max_total_tokens=KV_TOKENS)
-                servers.append(stack.enter_context(made))
+                new_server = Server(model, *RANKS, "--adaptive-tp", *flags, max_total_tokens=KV_TOKENS)
+                servers.append(stack.enter_context(new_server))
         contenders = [
             Contender("without", servers[0], job, 1.0),
             Contender("tail batching", servers[0], job, 1.25),
@@ -195,8 +195,8 @@ def predict(contender: Contender, path: Path, adaptive: bool) -> None:
         policy=make_policy(POLICY, predictor=predictor, costs=costs) if adaptive else None,
     )  # fmt: skip
     simulation = Simulation(engines, contender.rules, contender.job.shape, RHO, SEED, PROMPT_TOKENS)
-    for number, found in enumerate(contender.rounds):
-        found["predicted"] = simulation.run_round(number).seconds
+    for number, measured in enumerate(contender.rounds):
+        measured["predicted"] = simulation.run_round(number).seconds
 
 
 def show(console: Console, name: str, job: RealJob, contenders: dict[str, list[dict]]) -> None:
@@ -240,8 +240,8 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=JOBS, default=list(JOBS))
     args = parser.parse_args()
     jobs = QUICK_JOBS if args.quick else {name: JOBS[name] for name in args.models}
-    found = run(Console(width=170), jobs, "20s" if args.quick else "4m")
-    _bench.write(args.json, **found)
+    results = run(Console(width=170), jobs, "20s" if args.quick else "4m")
+    _bench.write(args.json, **results)
     return 0
 
 

@@ -45,18 +45,18 @@ class Visit:
 
 def visits(log: Path) -> list[Visit]:
     """Visits in a decision log (``--pat-log``): the times with requests in the engine, cut where the layout changes."""
-    found: list[Visit] = []
+    times: list[Visit] = []
     works = False
     for event in map(json.loads, log.read_text().splitlines()):
         if event.get("event") != "decision":
             continue
         now, requests, tp = (event["snapshot"][name] for name in ("now", "requests", "tp"))
         if works:
-            found[-1].end = now
-        if requests and not (works and found[-1].tp == tp):
-            found.append(Visit(now, now, tp))
+            times[-1].end = now
+        if requests and not (works and times[-1].tp == tp):
+            times.append(Visit(now, now, tp))
         works = requests > 0
-    return found
+    return times
 
 
 def draw(path: Path, steps: Sequence[Step], logs: Sequence[Path]) -> Path:

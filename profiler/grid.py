@@ -67,8 +67,8 @@ class Grid:
         for name, values in asdict(self).items():
             least = LEAST_CONTEXT if name in ("context", "switch_context") else 1
             if list(values) != sorted(set(values)) or any(value < least for value in values):
-                given = ",".join(map(str, values))
-                raise UsageError(f"--grid {name}={given}: give ascending numbers, each at least {least}")
+                text = ",".join(map(str, values))
+                raise UsageError(f"--grid {name}={text}: give ascending numbers, each at least {least}")
         for name, gap in (("context", LEAST_GAP), ("switch_context", SWITCH_ANSWER)):
             for low, high in pairwise(getattr(self, name)):
                 if high - low < gap:
@@ -175,11 +175,11 @@ def list_points(grid: Grid, limits: Limits) -> list[Point]:
         UsageError: more than a profile may have.
     """
     rounds = range(max(map(len, grid.as_lists().values())))
-    found = [point for number in rounds for point in _round(grid, limits, number)]
+    points = [point for number in rounds for point in _round(grid, limits, number)]
     for kind in ("decode", "prefill", "switch"):
-        if (count := sum(point.kind == kind for point in found)) > MOST_POINTS:
+        if (count := sum(point.kind == kind for point in points)) > MOST_POINTS:
             raise UsageError(f"--grid: {count} {kind} points, a profile has at most {MOST_POINTS}; give fewer numbers")
-    return found
+    return points
 
 
 def _round(grid: Grid, limits: Limits, number: int) -> Iterator[Point]:
@@ -208,11 +208,11 @@ def _round(grid: Grid, limits: Limits, number: int) -> Iterator[Point]:
 
 def _sort_coarse_first(values: Sequence[int]) -> list[int]:
     """Values in the order both ends, the middle, the quarters, ...: beyond the ends a policy has only a guess."""
-    found, step = [*values[:1], *values[-1:]], 1 << len(values).bit_length()
+    order, step = [*values[:1], *values[-1:]], 1 << len(values).bit_length()
     while step > 1:
         step //= 2
-        found += values[step::step]
-    return list(dict.fromkeys(found))
+        order += values[step::step]
+    return list(dict.fromkeys(order))
 
 
 def list_required_points(found: Sequence[Point]) -> set[Point]:

@@ -54,13 +54,13 @@ async def decode(
         while True:
             _, late = await asyncio.wait(tasks, timeout=wait)
             trace += await rig.read_trace()
-            found = decode_windows(trace, tp=point.tp, replicas=point.replicas, batch=point.batch, most=steps)
-            if not late or found is not None or time.monotonic() - begun > limit:
+            windows = decode_windows(trace, tp=point.tp, replicas=point.replicas, batch=point.batch, most=steps)
+            if not late or windows is not None or time.monotonic() - begun > limit:
                 break
             wait = share and share / 4
         await (rig.abort(tasks) if late else rig.finish(tasks))
-        if found is not None:
-            samples, context = found
+        if windows is not None:
+            samples, context = windows
             return DecodePoint(
                 tp=point.tp, replicas=point.replicas, batch=point.batch, context=round(context),
                 seconds=median(samples), samples=samples,
@@ -105,10 +105,10 @@ async def measure_prefill(rig: Rig, point: Point, limit: float = math.inf) -> Pr
         await (rig.abort(tasks) if late else rig.finish(tasks))
         if late:
             raise TooSlow(f"{point}: takes over {limit:.0f} s")
-        found = measure_prefill_seconds(
+        seconds = measure_prefill_seconds(
             await rig.read_trace(), tp=point.tp, replicas=point.replicas, batch=point.batch, length=point.context
         )
-        samples += [] if found is None else [found]
+        samples += [] if seconds is None else [seconds]
         if len(samples) >= PREFILLS or sum(samples) > QUICK_SECONDS:
             break
     if not samples:

@@ -122,7 +122,7 @@ class Store:
         elif isinstance(measured, PrefillPoint):
             change = {"prefill": (*profile.prefill, measured)}
         else:
-            points = {self.find_point(found): found for found in profile.decode}
+            points = {self.find_point(earlier): earlier for earlier in profile.decode}
             point = self.find_point(measured)
             if before := points.get(point):
                 samples = before.samples + measured.samples

@@ -80,10 +80,10 @@ def simulate(job: Job) -> dict[str, dict[str, float]]:
         rounds = simulation.run_epoch()
     lengths = np.array([found for round_ in rounds for found in round_.summary.kept_lengths])
     true_mean, true_cap = compute_truth(shape, job)
-    made, last = int(lengths.sum()), rounds[-1].summary
-    about = {
+    tokens, last = int(lengths.sum()), rounds[-1].summary
+    figures = {
         "true_mean": true_mean, "true_cap": true_cap, "seconds": sum(found.seconds for found in rounds),
-        "tokens": (made + sum(found.summary.thrown for found in rounds)) / made,
+        "tokens": (tokens + sum(found.summary.thrown for found in rounds)) / tokens,
         "redraws": sum(found.summary.redraws for found in rounds),
         "deferred": sum(bool(group.floors) for found in rounds for group in found.groups),
         "gave_up": sum(found.summary.gave_up for found in rounds),
@@ -93,10 +93,10 @@ def simulate(job: Job) -> dict[str, dict[str, float]]:
         "by_chance": last.mean_undropped_error / last.mean_undropped,
         "plain": last.plain_seconds * len(rounds),
     }
-    result = {job.way: about | estimated | summarize_weighted(lengths, np.ones(len(lengths)))}
+    result = {job.way: figures | estimated | summarize_weighted(lengths, np.ones(len(lengths)))}
     if job.way == WEIGHED:
         for name, weights in inverse_probability(rounds).items():
-            result[name] = about | summarize_weighted(lengths, np.repeat(weights, RESPONSES))
+            result[name] = figures | summarize_weighted(lengths, np.repeat(weights, RESPONSES))
     return result
 
 
@@ -113,8 +113,8 @@ def compute_truth(shape: Shape, job: Job, points: int = 2000) -> tuple[float, fl
     """Mean length and share at the cap of an epoch's prompts, over all that they might answer."""
     own = ndtri((np.arange(points) + 0.5) / points)
     common = np.array([np.random.default_rng((job.seed, 2, index)).normal() for index in range(job.prompts)])
-    found = shape.sample_correlated_lengths(common[:, None], own, job.rho)
-    return float(found.mean()), float((found >= shape.limit).mean())
+    lengths = shape.sample_correlated_lengths(common[:, None], own, job.rho)
+    return float(lengths.mean()), float((lengths >= shape.limit).mean())
 
 
 def inverse_probability(rounds: list[Round]) -> dict[str, np.ndarray]:
@@ -133,13 +133,13 @@ def inverse_probability(rounds: list[Round]) -> dict[str, np.ndarray]:
         return (strength * pooled + seen) / (strength + times)
 
     def weights(chance: Callable[[Group], float]) -> np.ndarray:
-        found = []
+        values = []
         for group in groups:
             if id(group) not in short and not group.floors:
-                found.append(1.0)  # fills up a long round: nothing was thrown away
+                values.append(1.0)  # fills up a long round: nothing was thrown away
             else:
-                found.append(1 / chance(group) if outlives(group) else 1 / (1 + chance(group)))
-        return np.array(found)
+                values.append(1 / chance(group) if outlives(group) else 1 / (1 + chance(group)))
+        return np.array(values)
 
     return {"weights, S of all": weights(lambda group: pooled), "weights, S of each": weights(shrunk)}
 
@@ -174,8 +174,8 @@ def main() -> int:
     plan = [Job(way, rho, seed, prompts) for rho in rhos for seed in range(epochs) for way in WAYS]
     by: dict[tuple[float, str], list[dict[str, float]]] = {}
     with ProcessPoolExecutor(args.jobs) as pool:
-        for job, found in zip(plan, track(pool.map(simulate, plan), "epochs", len(plan)), strict=True):
-            for way, values in found.items():
+        for job, epoch in zip(plan, track(pool.map(simulate, plan), "epochs", len(plan)), strict=True):
+            for way, values in epoch.items():
                 by.setdefault((job.rho, way), []).append(values)
     table = Table(title=f"{SETTING.name}: returned responses against the truth (simulated)", title_justify="left")
     for column in (

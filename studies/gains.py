@@ -123,13 +123,13 @@ def study(task: Task) -> Rounds:
     if not task.adaptive:
         node = replace(node, room=count_room(machine, model, task.tp))
     random, history, starts = np.random.default_rng(task.seed), LengthHistory(), StartDegrees(tuple(node.room))
-    found = Rounds(task.machine, task.model, task.tp, task.adaptive, task.size, [])
+    measured = Rounds(task.machine, task.model, task.tp, task.adaptive, task.size, [])
     switches = 0
     for _ in range(task.rounds):
         lengths = shape.draw(task.size, CORRELATION, GROUP, random)
         if not task.adaptive:
             course = Generation(node, lengths, shape.limit, task.tp, LengthHistory()).run()
-            found.seconds.append(round(course.seconds, 3))
+            measured.seconds.append(round(course.seconds, 3))
             continue
         rule = starts.get_start_degree(RoundKind("", task.size))
         coming = make_load(task.size, shape.limit, np.zeros(task.size, dtype=int))
@@ -138,8 +138,8 @@ def study(task: Task) -> Rounds:
         course = Generation(node, lengths, shape.limit, chosen, history, node.policy, rule.tp).run()
         rule.observe(course.retracted, int(lengths.sum()), course.seconds)
         switches += len(course.switches)
-        found.seconds.append(round(course.seconds + node.costs.estimate(task.tp, chosen).seconds, 3))
-    return replace(found, switches=switches)
+        measured.seconds.append(round(course.seconds + node.costs.estimate(task.tp, chosen).seconds, 3))
+    return replace(measured, switches=switches)
 
 
 @dataclass(frozen=True)
@@ -174,24 +174,26 @@ Found = dict[tuple[str, str], tuple[int, dict[int, Gain]]]
 
 
 def collect(done: list[Rounds]) -> Found:
-    found: Found = {}
+    gains_by_case: Found = {}
     for key in dict.fromkeys((each.machine, each.model) for each in done):
-        mine = [each for each in done if (each.machine, each.model) == key]
-        sizes = sorted({each.size for each in mine})
-        bases = sorted({each.tp for each in mine if each.adaptive})
+        cases = [each for each in done if (each.machine, each.model) == key]
+        sizes = sorted({each.size for each in cases})
+        bases = sorted({each.tp for each in cases if each.adaptive})
         # Each size counts the same, whatever its rounds take.
-        least = {size: min(sum(each.seconds) for each in mine if each.size == size) for size in sizes}
-        base = min(bases, key=lambda tp: sum(sum(e.seconds) / least[e.size] for e in mine if e.adaptive and e.tp == tp))
+        least = {size: min(sum(each.seconds) for each in cases if each.size == size) for size in sizes}
+        base = min(
+            bases, key=lambda tp: sum(sum(e.seconds) / least[e.size] for e in cases if e.adaptive and e.tp == tp)
+        )
         gains = {}
         for size in sizes:
-            static = {each.tp: each for each in mine if each.size == size and not each.adaptive}
-            (adaptive,) = (each for each in mine if each.size == size and each.adaptive and each.tp == base)
+            static = {each.tp: each for each in cases if each.size == size and not each.adaptive}
+            (adaptive,) = (each for each in cases if each.size == size and each.adaptive and each.tp == base)
             best = min(static.values(), key=lambda each: sum(each.seconds)).seconds
             each = [one / other for one, other in zip(best, adaptive.seconds, strict=True)]
             means = {tp: float(np.mean(one.seconds)) for tp, one in static.items()}
             gains[size] = Gain(means, float(np.mean(adaptive.seconds)), (min(each), max(each)))
-        found[key] = base, gains
-    return found
+        gains_by_case[key] = base, gains
+    return gains_by_case
 
 
 def plan(lengths: str, rounds: int, sizes: tuple[int, ...], seed: int) -> list[Task]:
@@ -240,12 +242,12 @@ def list_bases(done: list[Rounds]) -> list[tuple[str, ...]]:
     """Adaptive TP over the best static layout, mean over the sizes, by the ``--tp`` that it is started with."""
     lines = []
     for machine, model in dict.fromkeys((each.machine, each.model) for each in done):
-        mine = [each for each in done if (each.machine, each.model) == (machine, model)]
-        best = {size: min(sum(e.seconds) for e in mine if not e.adaptive and e.size == size) for size in SIZES}
+        cases = [each for each in done if (each.machine, each.model) == (machine, model)]
+        best = {size: min(sum(e.seconds) for e in cases if not e.adaptive and e.size == size) for size in SIZES}
         cells = []
         for tp in DEGREES[:-1]:
-            found = [best[each.size] / sum(each.seconds) for each in mine if each.adaptive and each.tp == tp]
-            cells.append(f"{np.mean(found):.2f}" if found else "–")
+            ratios = [best[each.size] / sum(each.seconds) for each in cases if each.adaptive and each.tp == tp]
+            cells.append(f"{np.mean(ratios):.2f}" if ratios else "–")
         lines.append((machine, model, *cells))
     return lines
 
@@ -275,8 +277,8 @@ def format_sizes(found: Found) -> tuple[str, ...]:
 
 def format_message(done: list[Rounds]) -> str:
     """What README says above its table, computed from what is in it."""
-    found = collect(done)
-    gains = [(machine, gain) for (machine, _), (_, sizes) in found.items() for gain in sizes.values()]
+    gains_by_case = collect(done)
+    gains = [(machine, gain) for (machine, _), (_, sizes) in gains_by_case.items() for gain in sizes.values()]
     wrong = pictures.format_span((gain.wrong for _, gain in gains), ".1f")
     best = {
         kind: [round(100 * (gain.over_best - 1), 3) for machine, gain in gains if machine.endswith(kind)]
@@ -319,12 +321,12 @@ def replace_between(page: Path, mark: str, text: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    about = "Where adaptive TP pays: nodes, models, responses a round (modelled)."
-    parser = Parser(prog="python -m studies.gains", description=about)
+    text = "Where adaptive TP pays: nodes, models, responses a round (modelled)."
+    parser = Parser(prog="python -m studies.gains", description=text)
     parser.add_argument("--quick", action="store_true", help="128 responses, one round")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
-    about = "of responses, as in studies.compare (default: %(default)s)"
-    parser.add_argument("--lengths", metavar="SHAPE", default=LENGTHS, help=about)
+    text = "of responses, as in studies.compare (default: %(default)s)"
+    parser.add_argument("--lengths", metavar="SHAPE", default=LENGTHS, help=text)
     parser.add_argument("--rounds", type=int, default=3, help="of each setting (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="of the lengths (default 0)")
     parser.add_argument("--store", action="store_true", help=f"write {STORED.name}, and the tables of the pages")
@@ -339,11 +341,11 @@ def main(argv: list[str] | None = None) -> int:
         raise UsageError(str(error)) from None
     with ProcessPoolExecutor(args.jobs) as pool:
         done = list(track(pool.map(study, tasks), "layouts", len(tasks), console=Console(stderr=True)))
-    found = collect(done)
+    gains = collect(done)
     table = Table(title="Seconds a round (modelled)", title_justify="left")
     for head in DETAIL_HEADS:
         table.add_column(head, justify="right")
-    for row in list_details(found):
+    for row in list_details(gains):
         table.add_row(*row)
     Console(highlight=False, width=200).print(table)
     if args.store:
@@ -353,12 +355,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def store_tables(done: list[Rounds]) -> None:
-    found = collect(done)
+    gains = collect(done)
     replace_between(POLICIES, "gains:bases", format_markdown(BASES_HEADS, list_bases(done)))
     replace_between(README, "gains:text", format_message(done))
-    replace_between(README, "gains", format_markdown((*HEADS, *format_sizes(found)), list_rows(found)))
-    replace_between(POLICIES, "gains:compared", format_markdown(COMPARED_HEADS, list_compared(found)))
-    replace_between(POLICIES, "gains", format_markdown(DETAIL_HEADS, list_details(found)))
+    replace_between(README, "gains", format_markdown((*HEADS, *format_sizes(gains)), list_rows(gains)))
+    replace_between(POLICIES, "gains:compared", format_markdown(COMPARED_HEADS, list_compared(gains)))
+    replace_between(POLICIES, "gains", format_markdown(DETAIL_HEADS, list_details(gains)))
 
 
 if __name__ == "__main__":

@@ -125,28 +125,28 @@ def study(task: tuple[str, str, float, int, str, int]) -> Cell | None:
         machine.predictor, machine.costs, fingerprint.num_ranks, fingerprint.degrees, fingerprint.max_running
     )
     without, fixed, ours = LengthHistory(), LengthHistory(), LengthHistory()
-    found: dict[str, list[Step]] = {way: [] for way in WAYS}
+    steps_by_way: dict[str, list[Step]] = {way: [] for way in WAYS}
     rollouts: list[float] = []
     for drawn in workload.make_batches():
         step = replay(machine, drawn, TRAINING[training])
-        found["base"].append(step.run_static(fingerprint.base_tp))
-        found["40%"].append(step.run_static(fingerprint.base_tp, 0.4))
-        found["50%"].append(step.run_static(fingerprint.base_tp, 0.5))
-        found["adaptive"].append(step.run_policies(layouts, None, without))
-        found["fixed"].append(step.run_policies(layouts, None, fixed, share=0.5))
-        found["ours"].append(step.run_policies(layouts, lending, ours))
-        found["oracle"].append(step.run_best())
+        steps_by_way["base"].append(step.run_static(fingerprint.base_tp))
+        steps_by_way["40%"].append(step.run_static(fingerprint.base_tp, 0.4))
+        steps_by_way["50%"].append(step.run_static(fingerprint.base_tp, 0.5))
+        steps_by_way["adaptive"].append(step.run_policies(layouts, None, without))
+        steps_by_way["fixed"].append(step.run_policies(layouts, None, fixed, share=0.5))
+        steps_by_way["ours"].append(step.run_policies(layouts, lending, ours))
+        steps_by_way["oracle"].append(step.run_best())
         rollouts.append(step.training_seconds)
-    seconds = {way: np.array([one.seconds for one in steps]) for way, steps in found.items()}
-    mine = found["ours"]
+    seconds = {way: np.array([one.seconds for one in steps]) for way, steps in steps_by_way.items()}
+    lent_steps = steps_by_way["ours"]
     return Cell(
         machine=name, shape=shape, rho=rho, batch=batch, training=training,
         seconds={way: float(each.mean()) for way, each in seconds.items()},
         worst=float((seconds["ours"] / seconds["adaptive"]).max() - 1),
-        hidden=float(np.mean([one.hidden / whole for one, whole in zip(mine, rollouts, strict=True)])),
-        lent=float(np.mean([(one.lent[1] - one.lent[0]) / one.rollout if one.lent else 0.0 for one in mine])),
-        steps_lent=sum(one.lent is not None for one in mine),
-        overfull=max(one.overfull for one in mine),
+        hidden=float(np.mean([one.hidden / whole for one, whole in zip(lent_steps, rollouts, strict=True)])),
+        lent=float(np.mean([(one.lent[1] - one.lent[0]) / one.rollout if one.lent else 0.0 for one in lent_steps])),
+        steps_lent=sum(one.lent is not None for one in lent_steps),
+        overfull=max(one.overfull for one in lent_steps),
     )  # fmt: skip
 
 
@@ -203,10 +203,10 @@ def study_risk(task: tuple[str, str, tuple[int, int], int]) -> list[Risk]:
         for training, believed in ways:
             step.seconds_per_token = TRAINING[training] * per_token
             told = believe(WRONG[believed]) if believed in WRONG else None
-            mine = step.run_policies(layouts, lending, histories[training, believed], believe=told)
+            lent_step = step.run_policies(layouts, lending, histories[training, believed], believe=told)
             seconds = plain.rollout + TRAINING[training] * whole
-            behind[training, believed].append(mine.seconds / seconds - 1)
-            lent[training, believed] += mine.lent is not None
+            behind[training, believed].append(lent_step.seconds / seconds - 1)
+            lent[training, believed] += lent_step.lent is not None
     return [
         Risk(name, shape, rho, (batch, group), seed, *way, behind=behind[way], lent=lent[way]) for way in ways
     ]  # fmt: skip
@@ -219,12 +219,12 @@ def list_risks(risks: list[Risk], by: str) -> list[tuple[str, ...]]:
     """Lines by value of ``by``; of all steps, and of those that are not a job's first."""
     lines: list[tuple[str, ...]] = []
     for key in dict.fromkeys(getattr(risk, by) for risk in risks):
-        mine = [risk for risk in risks if getattr(risk, by) == key]
-        behind = np.array([risk.behind for risk in mine])
+        of_key = [risk for risk in risks if getattr(risk, by) == key]
+        behind = np.array([risk.behind for risk in of_key])
         name = " in groups of ".join(map(str, key)) if by == "size" else str(key)
         lines.append((
             name, str(behind.size), f"{behind.mean():+.1%}", f"{behind.max():+.1%}", f"{behind[:, 1:].max():+.1%}",
-            str((behind > GOAL).sum()), f"{sum(risk.lent for risk in mine) / behind.size:.0%}",
+            str((behind > GOAL).sum()), f"{sum(risk.lent for risk in of_key) / behind.size:.0%}",
         ))  # fmt: skip
     return lines
 
@@ -249,7 +249,7 @@ def run_risks(seeds: range, jobs: int, console: Console) -> list[Risk]:
     tasks = [(name, shape, size, seed) for size in SIZES for name in MACHINES for shape in SHAPES for seed in seeds]
     with ProcessPoolExecutor(jobs) as pool:
         done = list(track(pool.map(study_risk, tasks), "jobs", len(tasks), console=Console(stderr=True)))
-    risks = [risk for found in done for risk in found]
+    risks = [risk for task_risks in done for risk in task_risks]
     for table in format_risks(risks):
         console.print(table)
     for what, goal, some in (
@@ -287,14 +287,14 @@ def list_totals(cells: list[Cell], by: str) -> list[tuple[str, ...]]:
     """Means over cells, a line a value of ``by``: times as fast as ``base`` (50%, adaptive) and as ``adaptive``."""
     lines: list[tuple[str, ...]] = []
     for key in dict.fromkeys(getattr(cell, by) for cell in cells):
-        mine = [cell for cell in cells if getattr(cell, by) == key]
+        of_key = [cell for cell in cells if getattr(cell, by) == key]
         ratios = [("50%", "base"), ("adaptive", "base"), ("ours", "adaptive"), ("oracle", "adaptive")]
         lines.append((
-            str(key), str(len(mine)), *(f"{np.mean([cell.over(*pair) for cell in mine]):.3f}" for pair in ratios),
-            f"{max(cell.worst for cell in mine):+.1%}", f"{np.mean([cell.hidden for cell in mine]):.0%}",
-            f"{np.mean([cell.lent for cell in mine]):.0%}",
-            f"{sum(cell.steps_lent for cell in mine)} of {ROUNDS * len(mine)}",
-            f"{max(cell.overfull for cell in mine):.0%}",
+            str(key), str(len(of_key)), *(f"{np.mean([cell.over(*pair) for cell in of_key]):.3f}" for pair in ratios),
+            f"{max(cell.worst for cell in of_key):+.1%}", f"{np.mean([cell.hidden for cell in of_key]):.0%}",
+            f"{np.mean([cell.lent for cell in of_key]):.0%}",
+            f"{sum(cell.steps_lent for cell in of_key)} of {ROUNDS * len(of_key)}",
+            f"{max(cell.overfull for cell in of_key):.0%}",
         ))  # fmt: skip
     return lines
 

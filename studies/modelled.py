@@ -138,9 +138,9 @@ class Roofline:
 
         The longest request's replica decides; requests are dealt out in order of length.
         """
-        mine = np.sort(lengths)[::-1][::replicas]
-        step = np.arange(int(mine[0]))
-        live = len(mine) - np.searchsorted(mine[::-1], step, side="right")
+        longest = np.sort(lengths)[::-1][::replicas]
+        step = np.arange(int(longest[0]))
+        live = len(longest) - np.searchsorted(longest[::-1], step, side="right")
         return float(np.sum(self.step_seconds(tp, live, live * step)))
 
     def _compute_fixed_seconds(self, tp: int) -> float:

@@ -118,8 +118,8 @@ def fit_mu(cap: int, tokens: float, rounds: int) -> float:
     low, high = MU - 1, MU
     for _ in range(12):
         middle = (low + high) / 2
-        found = draw_batches(parse_shape(f"lognormal:{middle},{SIGMA},{cap}"), rounds)
-        low, high = (middle, high) if np.mean([batch.length.sum() for batch in found]) < tokens else (low, middle)
+        batches = draw_batches(parse_shape(f"lognormal:{middle},{SIGMA},{cap}"), rounds)
+        low, high = (middle, high) if np.mean([batch.length.sum() for batch in batches]) < tokens else (low, middle)
     return (low + high) / 2
 
 
@@ -136,8 +136,8 @@ def _seconds(theirs: Machine, ours: Machine, cap: int, rounds: int, mu: float = 
                     on.make_policy("survival"), histories[f"survival, {costs} costs"], complete=True
                 ),
             }
-            for name, found in runs.items():
-                times.setdefault(f"{name}, {costs} costs", []).append(found.seconds)
+            for name, policy_run in runs.items():
+                times.setdefault(f"{name}, {costs} costs", []).append(policy_run.seconds)
         for tp in drain.degrees:
             times.setdefault(f"static TP{tp}", []).append(drain.run_static(tp).seconds)
     return {name: float(np.mean(seconds)) for name, seconds in times.items()}

@@ -172,12 +172,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
     parser.add_argument("--seed", type=int, default=0, help="of the lengths (default 0)")
     parser.add_argument("--wrong", type=float, metavar="SHARE", help="by which each layout's step times are off")
-    about = f"with --wrong: of {', '.join(wrong_profiles.KINDS)} (default layout), or another machine's profile"
-    parser.add_argument("--errors", nargs="+", default=["layout"], metavar="KIND", help=about)
+    text = f"with --wrong: of {', '.join(wrong_profiles.KINDS)} (default layout), or another machine's profile"
+    parser.add_argument("--errors", nargs="+", default=["layout"], metavar="KIND", help=text)
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="with --wrong: so many, from --seed on")
     default = wrong_profiles.CALIBRATION_NOISE
-    about = f"with --wrong: of a turn of the calibration (default {default})"
-    parser.add_argument("--calibration", type=float, default=default, metavar="NOISE", help=about)
+    text = f"with --wrong: of a turn of the calibration (default {default})"
+    parser.add_argument("--calibration", type=float, default=default, metavar="NOISE", help=text)
     parser.add_argument("--uncalibrated", action="store_true", help="with --wrong: there is no calibration")
     parser.add_argument("--profiles", nargs="+", type=Path, metavar="FILE", help="default: studies/profiles/*.json")
     args = parser.parse_args(argv)
@@ -210,10 +210,10 @@ def study_wrong(args: argparse.Namespace, console: Console, cells: list[tuple[st
     ]  # fmt: skip
     with ProcessPoolExecutor(args.jobs) as pool:
         done = pool.map(wrong_profiles.study, tasks)
-        found = [cell for cell in track(done, "cells", len(tasks), console=Console(stderr=True)) if cell is not None]
-    console.print(wrong_profiles.format_table(found, args.wrong))
+        studied = [cell for cell in track(done, "cells", len(tasks), console=Console(stderr=True)) if cell is not None]
+    console.print(wrong_profiles.format_table(studied, args.wrong))
     if args.json:
-        args.json.write_text(json.dumps([asdict(cell) for cell in found], indent=1) + "\n")
+        args.json.write_text(json.dumps([asdict(cell) for cell in studied], indent=1) + "\n")
     return 0
 
 
@@ -227,8 +227,8 @@ def main(argv: list[str] | None = None) -> int:
     drawn = (rounds, args.seed)
     tasks = [(str(p), s, rho, b, *drawn) for p in args.profiles for s in shapes for rho in rhos for b in batches]
     with ProcessPoolExecutor(args.jobs) as pool:
-        found = list(track(pool.map(study, tasks), "cells", len(tasks), console=Console(stderr=True)))
-    cells = [cell for cell in found if cell is not None]
+        studied = list(track(pool.map(study, tasks), "cells", len(tasks), console=Console(stderr=True)))
+    cells = [cell for cell in studied if cell is not None]
     table, totals = format_tables(cells)
     console.print(table)
     every = totals["all"]

@@ -30,9 +30,11 @@ def draw(cells: Cells, path: Path) -> Path:
     for number, profile in enumerate(dict.fromkeys(cell["profile"] for cell in cells)):
         shade = pictures.SERIES[number % len(pictures.SERIES)]
         style = dict(marker="o", linestyle="none", color=shade, ms=4, alpha=0.8, label=profile)
-        mine = [cell for cell in cells if cell["profile"] == profile]
-        left.plot(_apply_floor(mine, "pat_decided"), _apply_floor(mine, "survival_decided"), **style)
-        right.plot([c["static_over_oracle"] for c in mine], [c["static_over_survival"] for c in mine], **style)
+        of_profile = [cell for cell in cells if cell["profile"] == profile]
+        left.plot(_apply_floor(of_profile, "pat_decided"), _apply_floor(of_profile, "survival_decided"), **style)
+        right.plot(
+            [c["static_over_oracle"] for c in of_profile], [c["static_over_survival"] for c in of_profile], **style
+        )
     _draw_regrets(left, cells)
     _draw_statics(right, cells)
     figure.legend(

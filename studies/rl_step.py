@@ -162,21 +162,21 @@ def simulate(job: Job) -> Stages:
     )  # fmt: skip
     simulation = Simulation(engines, rules, parse_shape(setting.compute_lengths), CORRELATION, seed=job.seed)
     warm = min(5, job.rounds)
-    found = [simulation.run_round(version) for version in range(warm + job.rounds)][warm:]
-    tokens = [sum(map(simulation.count_training_tokens, one.groups)) for one in found]
+    counted = [simulation.run_round(version) for version in range(warm + job.rounds)][warm:]
+    tokens = [sum(map(simulation.count_training_tokens, one.groups)) for one in counted]
     if streams:
-        after = [one.after for one in found]
+        after = [one.after for one in counted]
     else:
         after = [
             (_count_reward_seconds(one, overlaps), job.seconds_per_token * count / nodes)
-            for one, count in zip(found, tokens, strict=True)
+            for one, count in zip(counted, tokens, strict=True)
         ]
     return Stages(
-        rollout=mean(one.seconds for one in found),
+        rollout=mean(one.seconds for one in counted),
         reward=mean(waiting for waiting, _ in after),
         training=mean(training for _, training in after),
-        hidden=mean(one.hidden for one in found),
-        lent=mean(one.lent for one in found),
+        hidden=mean(one.hidden for one in counted),
+        lent=mean(one.lent for one in counted),
         tokens=mean(tokens),
     )
 
@@ -209,10 +209,10 @@ def simulate_all(rounds: int, seeds: Sequence[int], jobs: int | None) -> Found:
     ]  # fmt: skip
     with ProcessPoolExecutor(jobs) as pool:
         done = list(track(pool.map(simulate, plan), "rows", len(plan), console=Console(stderr=True)))
-    found: Found = {}
+    stages_by_row: Found = {}
     for job, stages in zip(plan, done, strict=True):
-        found.setdefault(job.setting.name, {}).setdefault(job.row, []).append(stages)
-    return found
+        stages_by_row.setdefault(job.setting.name, {}).setdefault(job.row, []).append(stages)
+    return stages_by_row
 
 
 def list_rows(found: Found) -> list[tuple[str, ...]]:
@@ -256,17 +256,17 @@ def main(argv: list[str] | None = None) -> int:
     if args.seeds is not None and args.seeds < 1:
         raise UsageError(f"--seeds {args.seeds}: must be at least 1")
     steps, seeds = (QUICK_STEPS, QUICK_SEEDS) if args.quick else (STEPS, SEEDS)
-    found = simulate_all(steps, range(1, (args.seeds or seeds) + 1), args.jobs)
-    Console(width=160, highlight=False).print(format_table(found))
+    stages = simulate_all(steps, range(1, (args.seeds or seeds) + 1), args.jobs)
+    Console(width=160, highlight=False).print(format_table(stages))
     if args.json:
         written = {
             setting: {row: [asdict(one) for one in runs] for row, runs in rows.items()}
-            for setting, rows in found.items()
+            for setting, rows in stages.items()
         }
         args.json.write_text(json.dumps(written, indent=1) + "\n")
     if args.png:
         step_picture.draw(
-            step_picture.read_lines([dict(zip(HEADS, line, strict=True)) for line in list_rows(found)]), "", args.png
+            step_picture.read_lines([dict(zip(HEADS, line, strict=True)) for line in list_rows(stages)]), "", args.png
         )
     return 0
 

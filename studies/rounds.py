@@ -233,9 +233,9 @@ class Simulation:
         self.now = 0.0
 
     def _feed_prompts(self) -> None:
-        wanted, left = self.admitter.wanted, self._prompts - self._fed
-        end = 0 if wanted >= left else None
-        count = int(min(wanted, left))
+        prompts, left = self.admitter.wanted, self._prompts - self._fed
+        end = 0 if prompts >= left else None
+        count = int(min(prompts, left))
         self.admitter.feed([((0, self._fed + place), None) for place in range(count)], end_of=end)
         self._fed += count
 
@@ -343,11 +343,11 @@ class Simulation:
                     self._do(self.admitter.record_verdict(group.key, True))
                 case ReturnGroup(group):
                     self._returned.append(group)
-                    known = max(end + took for end, took in self._list_rewards(group))
-                    self._known_at.append(known)
+                    known_at = max(end + took for end, took in self._list_rewards(group))
+                    self._known_at.append(known_at)
                     self._kept.update(map(group.get_sample_id, group.list_kept()))
                     trainer = min((node.loan.trainer for node in self._nodes), key=lambda trainer: trainer.taken)
-                    trainer.add(self.engines.seconds_per_token * self.count_training_tokens(group), known)
+                    trainer.add(self.engines.seconds_per_token * self.count_training_tokens(group), known_at)
                 case NeedPrompts():
                     pass  # prompts come between rounds only
                 case RoundOver():
@@ -394,12 +394,12 @@ class Simulation:
         snapshot = self._make_snapshot(node)
         if snapshot is None:
             return
-        wanted = policy(snapshot, node.history).tp
-        if wanted == node.tp:
+        degree = policy(snapshot, node.history).tp
+        if degree == node.tp:
             return
         lengths = snapshot.load.prompt + snapshot.load.output
         self._switched += 1
-        self._rebuild(node, wanted, self.engines.costs.estimate(node.tp, wanted, lengths).seconds)
+        self._rebuild(node, degree, self.engines.costs.estimate(node.tp, degree, lengths).seconds)
 
     def _rebuild(self, node: _Node, tp: int, pause: float) -> None:
         """Let all that runs on a node go on in this degree after a pause, on the ranks that work now."""
@@ -439,25 +439,25 @@ class Simulation:
         loan.asked = self.now
         fingerprint = engines.fingerprint
         room = {tp: fingerprint.kv_tokens * tp // fingerprint.base_tp for tp in fingerprint.degrees}
-        found = lending(replace(snapshot, room=room), node.history, training)
-        if found.move is Move.TAKE_BACK:
+        decision = lending(replace(snapshot, room=room), node.history, training)
+        if decision.move is Move.TAKE_BACK:
             loan.closing = True
-        elif found.move is Move.LEND:
+        elif decision.move is Move.LEND:
             loan.lent = True
-            self._rebuild(node, found.tp, engines.costs.estimate_lending(node.tp, held).seconds)
+            self._rebuild(node, decision.tp, engines.costs.estimate_lending(node.tp, held).seconds)
             loan.since = node.resumes
             loan.trainer.lend(node.resumes, engines.setup)
 
     def _describe_training(self, node: _Node, running: int) -> Training:
         """What the client knows of this step: a node's share of it."""
         engines, rules, trainer, nodes = self.engines, self.rules, node.loan.trainer, len(self._nodes)
-        known = sum(moment <= self.now for moment in self._known_at)
+        complete_samples = sum(moment <= self.now for moment in self._known_at)
         pending = [sample for sample in self._rewards if sample not in self._kept]
         samples = rules.num_prompts * rules.num_responses
         needed = samples - len(self._kept) - len(pending)
         return Training(
             samples=samples // nodes,
-            complete=known * rules.num_responses // nodes,
+            complete=complete_samples * rules.num_responses // nodes,
             ready=round(trainer.get_ready_seconds(self.now) / max(engines.seconds_per_token, 1e-12)),
             pending=sum(self.prompt_tokens + self._sample_length(sample) for sample in pending) // nodes,
             seconds_per_token=engines.seconds_per_token,

@@ -169,9 +169,9 @@ class Drain:
                 factors, lengths = reports.factors, seen.load.prompt + seen.load.output
                 doubts = factors.compute_uncertainty(tp, seen.num_ranks, lengths)
                 seen = replace(seen, factors=factors.get_factors(), doubts=doubts)
-            wanted = policy(seen, history).tp
-            switches += wanted != tp
-            return wanted
+            chosen = policy(seen, history).tp
+            switches += chosen != tp
+            return chosen
 
         run = self._drive(decide, deals=True)
         for request in order[reported:]:
@@ -224,13 +224,13 @@ class Drain:
         run = Run(seconds=0.0)
         for point in range(len(self.points) - 1):
             now = begun + float(elapsed[point - since])
-            wanted = decide(point, now, tp, last_switch, dealt)
-            if wanted != tp:
-                pause = self.switch_seconds(point, tp, wanted)
-                run.switches.append((int(self.points[point]), tp, wanted, pause))
+            chosen = decide(point, now, tp, last_switch, dealt)
+            if chosen != tp:
+                pause = self.switch_seconds(point, tp, chosen)
+                run.switches.append((int(self.points[point]), tp, chosen, pause))
                 begun = last_switch = now + pause
-                dealt = point if deals and wanted < tp else dealt
-                tp, since, elapsed = wanted, point, self.seconds(wanted, point, dealt)
+                dealt = point if deals and chosen < tp else dealt
+                tp, since, elapsed = chosen, point, self.seconds(chosen, point, dealt)
         run.seconds = begun + float(elapsed[-1])
         return run
 
@@ -370,9 +370,9 @@ class SimulatedReports:
             steps, dealt_to = end - start, drain.list_running(dealt)
             prompt, length = drain.batch.prompt[dealt_to], drain.batch.length[dealt_to]
             replica = np.arange(len(length)) % len(measured)
-            made = np.clip(length, start, end) - start  # by each request
-            requests = np.bincount(replica, made, len(measured))
-            tokens = np.bincount(replica, made * (prompt + start + made / 2), len(measured))
+            generated = np.clip(length, start, end) - start  # by each request
+            requests = np.bincount(replica, generated, len(measured))
+            tokens = np.bincount(replica, generated * (prompt + start + generated / 2), len(measured))
             number = -(-steps // REPORT_STEPS)
             for *batch, took, ought in zip(requests, tokens, measured, expected, strict=True):
                 if ought > 0:

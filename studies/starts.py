@@ -171,32 +171,34 @@ class Generation:
     def _ask(self, policy: Policy) -> None:
         for replica in self._replicas:
             replica.advance(self.now)
-        found = [(s, int(context), int(rest), place) for place, replica in enumerate(self._replicas)
-                 for s, context, rest in [*zip(replica.ids, replica.context, replica.left, strict=True),
+        running_samples = [(s, int(context), int(left), place) for place, replica in enumerate(self._replicas)
+                 for s, context, left in [*zip(replica.ids, replica.context, replica.left, strict=True),
                                           *replica.waiting]]  # fmt: skip
-        if not found:
+        if not running_samples:
             return
-        contexts = np.array([context for _, context, *_ in found])
-        load = make_load(len(found), self.limit, contexts - PROMPT)
+        contexts = np.array([context for _, context, *_ in running_samples])
+        load = make_load(len(running_samples), self.limit, contexts - PROMPT)
         load = replace(
-            load, family=np.array([s.index for s, *_ in found]), replica=np.array([place for *_, place in found])
+            load,
+            family=np.array([s.index for s, *_ in running_samples]),
+            replica=np.array([place for *_, place in running_samples]),
         )
         snapshot = make_snapshot(
-            self.node, self.tp, len(found), now=self.now, peak=len(self.lengths), complete=True, load=load,
+            self.node, self.tp, len(running_samples), now=self.now, peak=len(self.lengths), complete=True, load=load,
             last_switch=self._last_switch, start=self._least, switches=len(self.course.switches),
         )  # fmt: skip
-        wanted = policy(snapshot, self._history).tp
-        if wanted == self.tp:
+        degree = policy(snapshot, self._history).tp
+        if degree == self.tp:
             return
         running = np.concatenate([replica.context for replica in self._replicas])
-        self.now += self.node.costs.estimate(self.tp, wanted, running).seconds
-        self.tp, self._last_switch = wanted, self.now
-        self.course.switches.append((self.now, wanted))
-        before, self._replicas = len(self._replicas), self._make(wanted)
+        self.now += self.node.costs.estimate(self.tp, degree, running).seconds
+        self.tp, self._last_switch = degree, self.now
+        self.course.switches.append((self.now, degree))
+        before, self._replicas = len(self._replicas), self._make(degree)
         # Those that decode come first.  Replicas merge whole; when tp is lowered each is spread over its parts.
-        for sample, context, rest, place in sorted(found, key=lambda one: one[1], reverse=True):
-            parts = self._replicas[place % len(self._replicas) :: before]
-            min(parts, key=len).add(sample, context, rest, self.now)
+        for sample, context, left, place in sorted(running_samples, key=lambda one: one[1], reverse=True):
+            replicas = self._replicas[place % len(self._replicas) :: before]
+            min(replicas, key=len).add(sample, context, left, self.now)
 
 
 def make_load(count: int, limit: int, output: np.ndarray) -> Load:
@@ -252,9 +254,9 @@ class Cell:
 
         From the second round on, if there is one: before the first, nothing is known of the lengths.
         """
-        rest = slice(len(self.chosen) > 1, None)
-        taken = [self.started[tp][number] for number, tp in enumerate(self.chosen)][rest]
-        return float(np.mean(taken) / min(np.mean(each[rest]) for each in self.started.values())) - 1
+        later = slice(len(self.chosen) > 1, None)
+        taken = [self.started[tp][number] for number, tp in enumerate(self.chosen)][later]
+        return float(np.mean(taken) / min(np.mean(each[later]) for each in self.started.values())) - 1
 
     @property
     def first_lost(self) -> float:
@@ -282,13 +284,13 @@ def study(task: Task) -> Cell:
         cell.chosen.append(chosen)
         learnt = history
         for tp in degrees:
-            mine = deepcopy(history)
-            course = Generation(node, lengths, cap, tp, mine, node.policy, rule.tp).run()
+            learning = deepcopy(history)
+            course = Generation(node, lengths, cap, tp, learning, node.policy, rule.tp).run()
             cell.started[tp].append(course.seconds + node.costs.estimate(base_tp, tp).seconds)
             cell.retracted[tp].append(course.retracted)
             cell.static[tp].append(Generation(node, lengths, cap, tp, LengthHistory()).run().seconds)
             if tp == chosen:
-                learnt = mine
+                learnt = learning
                 rule.observe(course.retracted, int(lengths.sum()), course.seconds)
         history = learnt
         if (best := _find_oracle_seconds(node, lengths, cap)) is not None:

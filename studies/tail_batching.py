@@ -198,12 +198,12 @@ def replay(rounds: int, settings: tuple[Setting, ...], jobs: int) -> dict:
     middle = settings[min(1, len(settings) - 1)]
     plan = plan_simulations(rounds, settings, middle)
     with ProcessPoolExecutor(jobs) as pool:
-        found = dict(zip(plan, track(pool.map(simulate, plan.values()), "replay", len(plan)), strict=True))
-    return {"settings": settings, "middle": middle, "found": found}
+        figures = dict(zip(plan, track(pool.map(simulate, plan.values()), "replay", len(plan)), strict=True))
+    return {"settings": settings, "middle": middle, "found": figures}
 
 
 def show_replay(console: Console, result: dict) -> None:
-    found, middle = result["found"], result["middle"]
+    figures, middle = result["found"], result["middle"]
     table = Table(title="RollPacker's settings, P0 = 128, R0 = 8, eta = 1.25 (simulated)", title_justify="left")
     for column in (
         "setting", "rho", "base, s", "tail batching, s", "rollout", "a step", "reported", "short : long",
@@ -212,14 +212,14 @@ def show_replay(console: Console, result: dict) -> None:
         table.add_column(column, justify="right")
     for setting in result["settings"]:
         for rho in CORRELATIONS:
-            base, tail = found["base", setting.name, rho], found["strict", setting.name, rho]
+            base, tail = figures["base", setting.name, rho], figures["strict", setting.name, rho]
             gain = base["seconds"] / tail["seconds"]
             table.add_row(
                 setting.name, f"{rho}", f"{base['seconds']:.0f}", f"{tail['seconds']:.0f}", f"{gain:.2f}",
                 f"{step_speedup(gain):.2f}", f"{setting.reported:.2f}",
                 f"{tail['short'] / max(tail['long'], 1):.1f}", f"{tail['short_seconds']:.0f}",
                 f"{tail['long_seconds']:.0f}", f"{tail['thrown']:.0%}",
-                *(f"{base['seconds'] / found[name, setting.name, rho]['seconds']:.2f}"
+                *(f"{base['seconds'] / figures[name, setting.name, rho]['seconds']:.2f}"
                   for name in ("reorder", "reorder, unforced")),
             )  # fmt: skip
     console.print(table)
@@ -228,7 +228,7 @@ def show_replay(console: Console, result: dict) -> None:
         table.add_column(column, justify="right")
     for lengths in list_length_shapes(middle):
         for rho in CORRELATIONS:
-            base, *others = (found[way, lengths, rho] for way in WAYS)
+            base, *others = (figures[way, lengths, rho] for way in WAYS)
             gains = [(base["seconds"] / one["seconds"], one["returned"] / base["returned"]) for one in others]
             table.add_row(lengths, f"{rho}", f"{base['seconds']:.0f}", *(f"{a:.2f}; {b:.2f}" for a, b in gains))
     console.print(table)
@@ -236,8 +236,8 @@ def show_replay(console: Console, result: dict) -> None:
     for column in ("of", *(f"eta {eta}, rho {rho}" for eta in ETAS[1:] for rho in CORRELATIONS)):
         table.add_column(column, justify="right")
     for of in ("prompts", "responses", "both"):
-        base = {rho: found["base", middle.name, rho]["seconds"] for rho in CORRELATIONS}
-        cells = [f"{base[rho] / found[of, eta, rho]['seconds']:.2f}" for eta in ETAS[1:] for rho in CORRELATIONS]
+        base = {rho: figures["base", middle.name, rho]["seconds"] for rho in CORRELATIONS}
+        cells = [f"{base[rho] / figures[of, eta, rho]['seconds']:.2f}" for eta in ETAS[1:] for rho in CORRELATIONS]
         table.add_row(of, *cells)
     console.print(table)
     table = Table(title=f"at most {BOUND} deferrals, {middle.name}, P0 = 64, R0 = 8 (simulated)", title_justify="left")
@@ -245,7 +245,7 @@ def show_replay(console: Console, result: dict) -> None:
         table.add_column(column, justify="right")
     for mode in ("strict", "reorder"):
         for rho in CORRELATIONS:
-            base, one = found["base, bounded", middle.name, rho], found[f"{mode}, bounded", middle.name, rho]
+            base, one = figures["base, bounded", middle.name, rho], figures[f"{mode}, bounded", middle.name, rho]
             table.add_row(
                 mode, f"{rho}", f"{base['seconds']:.1f}", f"{one['seconds']:.1f}",
                 f"{base['seconds'] / one['seconds']:.2f}", f"{one['short']}, {one['long']}", f"{one['thrown']:.0%}",
@@ -257,7 +257,7 @@ def show_replay(console: Console, result: dict) -> None:
     for setting in result["settings"]:
         for rho in CORRELATIONS:
             names = [f"{name} on a node{more}" for name in ("base", "strict") for more in ("", ", adaptive")]
-            cells = [found[name, setting.name, rho] for name in names]
+            cells = [figures[name, setting.name, rho] for name in names]
             table.add_row(
                 setting.name, f"{rho}", *(f"{cell['seconds']:.0f}" for cell in cells),
                 f"{cells[0]['seconds'] / cells[3]['seconds']:.2f}", f"{cells[3]['switches']:.1f}",

@@ -288,7 +288,7 @@ class StepReplay:
         batch holds for the next one, as far as both see the same.
         """
         order = np.argsort(self.batch.length, kind="stable")
-        reported, asked, known, returned = 0, float("-inf"), 0, False
+        reported, asked, complete, returned = 0, float("-inf"), 0, False
 
         def choose_tp(moment: Moment) -> int:
             nonlocal reported
@@ -301,13 +301,13 @@ class StepReplay:
             return self._chosen[seen]
 
         def choose_lending(moment: Moment) -> Move:
-            nonlocal asked, known, returned
+            nonlocal asked, complete, returned
             if lending is None:
                 return Move.NEVER
             if moment.trainer.is_training(moment.now):
                 return Move.WAIT
-            before, known = known, self.count_complete(moment.point)
-            if moment.now - asked < ASK_SECONDS if moment.lent else known == before:
+            before, complete = complete, self.count_complete(moment.point)
+            if moment.now - asked < ASK_SECONDS if moment.lent else complete == before:
                 return Move.WAIT
             asked = moment.now
             told = self.describe_training(moment, returned)
@@ -365,7 +365,7 @@ class StepReplay:
         arrived = np.zeros(last + 1)
         np.add.at(arrived, self.complete_at, self.seconds_per_token * self.tokens)
         arrived = np.cumsum(arrived)
-        found: dict[tuple[int, int], float] = {}
+        seconds_by_moments: dict[tuple[int, int], float] = {}
         onward: dict[int, _Path] = {}
         for start in _spread_moments(0, last - 1, moments):
             tp = int(before.degrees[start])
@@ -377,10 +377,10 @@ class StepReplay:
             for stop in _spread_moments(start, last, moments):
                 held = int(way.degrees[stop - start])
                 back = self.move_seconds(stop, held) if stop < last else 0.0
-                rest = back + plain.get_to_go(stop, held) - float(hidden[stop - start])
-                found[start, stop] = begun + float(way.seconds[stop - start]) + rest
-        start, stop = min(found, key=lambda moment: found[moment], default=(0, 0))
-        if not found or found[start, stop] >= before.seconds[-1]:
+                seconds_left = back + plain.get_to_go(stop, held) - float(hidden[stop - start])
+                seconds_by_moments[start, stop] = begun + float(way.seconds[stop - start]) + seconds_left
+        start, stop = min(seconds_by_moments, key=lambda moment: seconds_by_moments[moment], default=(0, 0))
+        if not seconds_by_moments or seconds_by_moments[start, stop] >= before.seconds[-1]:
             return self.run(lambda moment: int(before.held[moment.point]), never_lend)
         return self._run_schedule(before, onward[start], plain, start, stop)
 

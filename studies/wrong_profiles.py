@@ -162,14 +162,14 @@ def format_table(cells: Sequence[Cell], wrong: float) -> Table:
     groups = {"all": list(cells)}
     for cell in cells:
         groups.setdefault(f"{cell.error}, {cell.profile}", []).append(cell)
-    for name, found in groups.items():
-        regret = np.array([cell.regret for cell in found])  # [cells, rounds]
+    for name, of_group in groups.items():
+        regret = np.array([cell.regret for cell in of_group])  # [cells, rounds]
         means = regret.mean(axis=1)
-        kept = np.array([cell.kept for cell in found]).mean(axis=1)
+        kept = np.array([cell.kept for cell in of_group]).mean(axis=1)
         shares = (kept.mean(), kept.max(), means.mean(), regret[:, 0].mean(), regret[:, 1:].mean(), means.max(),
                   (means - kept).max())  # fmt: skip
-        most = max(cell.most_switches for cell in found)
+        most = max(cell.most_switches for cell in of_group)
         result.add_row(
-            name, str(len(found)), *(f"{share:.2%}" for share in shares), str(int((means > 0.05).sum())), str(most)
+            name, str(len(of_group)), *(f"{share:.2%}" for share in shares), str(int((means > 0.05).sum())), str(most)
         )
     return result

@@ -42,13 +42,13 @@ def draw_task(name: str, model: Path, limit: int, count: int, tested: int, seed:
 
     def draw(wanted: int, what: str, known: Collection[str] = ()) -> dict[str, Any]:
         """Problems by question.  Seeds far apart: the library draws number ``i`` of seed ``s`` from ``s + i``."""
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for entry in create_dataset(name, seed=random.Random(what).randrange(1 << 31), size=TRIES * wanted):
             if entry["question"] not in known:
-                found[entry["question"]] = entry
-            if len(found) == wanted:
-                return found
-        raise ValueError(f"of {TRIES * wanted} problems {len(found)} are different, must be {wanted}; ask for fewer")
+                entries[entry["question"]] = entry
+            if len(entries) == wanted:
+                return entries
+        raise ValueError(f"of {TRIES * wanted} problems {len(entries)} are different, must be {wanted}; ask for fewer")
 
     try:
         held_out = draw(tested, "held out")

@@ -99,19 +99,19 @@ class Lending:
         if not self.pace.is_known or not self.asks:
             return  # the first step is measured
         complete = sum(len(group.list_kept()) for group in self.groups)
-        said = self.decide(
+        answer = self.decide(
             samples=max(self.samples, complete), complete=complete, ready=count_tokens(self.groups[self.trained :]),
             pending=max(0, self.ended - count_tokens(self.groups)), returned=len(self.moves) == 2,
             **self.pace.describe(self.now()),
         )  # fmt: skip
-        if said["move"] == Move.LEND:
+        if answer["move"] == Move.LEND:
             self.engine.lend_ranks(STRIDE)
             torch.set_num_threads(max(1, self.threads // STRIDE))
             self.moves.append(self.now())
             self.pace.lend(self.moves[0])
-        elif said["move"] == Move.TAKE_BACK:
+        elif answer["move"] == Move.TAKE_BACK:
             self.take_back()
-        self.asks = said["move"] != Move.NEVER
+        self.asks = answer["move"] != Move.NEVER
 
     def take_back(self) -> None:
         self.engine.take_back_ranks()

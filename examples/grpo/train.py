@@ -256,9 +256,9 @@ class Trainer:
         self.optimizer.step()
 
     def push_weights(self) -> None:
-        done, said = self.engine.update_weights_from_tensor(copy_weights(self.policy))
+        done, message = self.engine.update_weights_from_tensor(copy_weights(self.policy))
         if not done:
-            raise RuntimeError(said)
+            raise RuntimeError(message)
 
     def test(self) -> float:
         """Mean reward on the held-out problems, one answer each."""
@@ -299,12 +299,12 @@ def load_checkpoint(path: Path, run: Run, problems: Sequence[str]) -> dict[str, 
         return None
     try:
         saved = torch.load(path, weights_only=True)
-        found, mine = saved["run"], identify(run, problems)
+        saved_run, this_run = saved["run"], identify(run, problems)
     except Exception:  # whatever pickle finds
         raise ValueError(f"{path} is no checkpoint of this program; give another --out, or remove it") from None
-    for name, value in mine.items():
-        if found.get(name) != value:
-            what = f"{name} is {found.get(name)!r} there, {value!r} here"
+    for name, value in this_run.items():
+        if saved_run.get(name) != value:
+            what = f"{name} is {saved_run.get(name)!r} there, {value!r} here"
             raise ValueError(f"{path} is a checkpoint of another run: {what}; give another --out, or remove it")
     return saved
 

@@ -81,7 +81,7 @@ def main(argv: list[str]) -> None:
     from sglang_pat.integrations.openrlhf.__main__ import main as command
 
     init = ray.init
-    gpus, folder, *rest = argv
+    gpus, folder, *others = argv
 
     def init_without_gpus(*, runtime_env: dict[str, Any]) -> Any:
         return init(
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> None:
         )  # fmt: skip
 
     ray.init = init_without_gpus
-    command(rest)
+    command(others)
 
 
 if __name__ == "__main__":

@@ -144,15 +144,15 @@ def overrides(args: argparse.Namespace, data: Path, ray_folder: Path) -> list[st
 
 def steps(metrics: Path) -> list[picture.Step]:
     """verl's figures of each step, for the picture."""
-    found = []
+    drawn = []
     for line in metrics.read_text().splitlines():
         data = json.loads(line)["data"]
         if "timing_s/step" not in data:
             continue  # of a validation
         names = {"generation": "gen", "training": "update_actor", "weight sync": "update_weights"}
         parts = {part: data.get(f"timing_s/{name}", 0.0) for part, name in names.items()}
-        found.append(picture.Step.of(data["critic/score/mean"], data["timing_s/step"], parts))
-    return found
+        drawn.append(picture.Step.of(data["critic/score/mean"], data["timing_s/step"], parts))
+    return drawn
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -85,14 +85,14 @@ class Figures:
 
 def compute_metrics(engines: Collection[Figures]) -> dict[str, float]:
     """Metrics by name, for a tracker: counts of all engines together, seconds of a mean one."""
-    found = {
+    metrics = {
         "rollout/switches": float(sum(one.switches for one in engines)),
         "rollout/aborted_switches": float(sum(one.aborted_switches for one in engines)),
         "rollout/pause_seconds": sum(one.pause_seconds for one in engines) / len(engines),
     }
     for tp in sorted({tp for one in engines for tp in one.seconds}):
-        found[f"rollout/seconds/tp{tp}"] = sum(one.seconds.get(tp, 0.0) for one in engines) / len(engines)
-    return found
+        metrics[f"rollout/seconds/tp{tp}"] = sum(one.seconds.get(tp, 0.0) for one in engines) / len(engines)
+    return metrics
 
 
 RECORDS = 256
@@ -141,5 +141,5 @@ class Account:
         now = self.get_totals()
         if now.requests == self._last.requests:
             return None
-        found, self._last = now.subtract(self._last), now
-        return found
+        figures, self._last = now.subtract(self._last), now
+        return figures

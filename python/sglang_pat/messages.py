@@ -350,9 +350,9 @@ class ScheduleEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     hold: bool = False
 
     def __post_init__(self) -> None:
-        given = [name for name in ("step", "batch", "tokens") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} in one entry: give one of them")
+        points = [name for name in ("step", "batch", "tokens") if getattr(self, name) is not None]
+        if len(points) > 1:
+            raise ValueError(f"{' and '.join(points)} in one entry: give one of them")
         if self.tp is not None and self.stride is not None:
             raise ValueError("tp and stride in one entry: give one after the other")
 

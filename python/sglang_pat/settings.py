@@ -155,8 +155,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         kind: dict[str, Any] = {"action": "store_true"}
         if setting.default is not False:
             kind = {"type": type(setting.default or ""), "metavar": setting.value}
-        about = f"{setting.help} Default: {setting.shown_default}.".replace("%", "%%")
-        group.add_argument(setting.flag, default=setting.default, help=about, **kind)
+        text = f"{setting.help} Default: {setting.shown_default}.".replace("%", "%%")
+        group.add_argument(setting.flag, default=setting.default, help=text, **kind)
 
 
 _NAMED = {setting.name: setting for setting in (BASE_TP, *SETTINGS)}
@@ -177,25 +177,25 @@ def parse(text: str, where: str) -> dict[str, str]:
     Raises:
         ValueError: the text begins with such a piece; ``where`` it was given is in the message.
     """
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     name = None
     for piece in filter(None, (piece.strip() for piece in text.split(","))):
         key, equals, value = piece.partition("=")
         if equals:
             name = key.strip()
-            given[name] = value.strip()
+            values[name] = value.strip()
         elif name is None:
             raise ValueError(f"{where}={text!r}: write settings as name=value, e.g. base_tp=1,policy=threshold")
         else:
-            given[name] += f",{piece}"
-    return given
+            values[name] += f",{piece}"
+    return values
 
 
 def read_environment() -> dict[str, str]:
     """The settings of the variable ``SGLANG_PAT``; raises as :func:`parse` and :func:`parse_fields`."""
-    given = parse(os.environ.get(VARIABLE, ""), VARIABLE)
-    parse_fields(given, VARIABLE)  # whoever puts them together with others cannot say any more where they were given
-    return given
+    values = parse(os.environ.get(VARIABLE, ""), VARIABLE)
+    parse_fields(values, VARIABLE)  # whoever puts them together with others cannot say any more where they were given
+    return values
 
 
 def parse_fields(given: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -207,16 +207,16 @@ def parse_fields(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         ValueError: an unknown setting, one that is gone, a value of the wrong type or none of the choices; one line.
     """
     refuse_settings(given, where)
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in given.items():
         setting = _NAMED.get(name)
         if setting is None:
             raise ValueError(_describe_unknown(name, where))
         try:
-            found[name if setting is BASE_TP else setting.field] = setting.read(value)
+            fields[name if setting is BASE_TP else setting.field] = setting.read(value)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-    return found
+    return fields
 
 
 def _describe_unknown(name: str, where: str) -> str:

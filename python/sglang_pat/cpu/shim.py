@@ -83,8 +83,8 @@ def install_for_children() -> None:
     with ``-I`` or ``-E`` ignores ``PYTHONPATH`` and is not reached.
     """
     ours = str(CHILD_SITE_DIR)
-    rest = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != ours]
-    os.environ["PYTHONPATH"] = os.pathsep.join([ours, *rest])
+    entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != ours]
+    os.environ["PYTHONPATH"] = os.pathsep.join([ours, *entries])
 
 
 class _StubModule(types.ModuleType):

@@ -82,31 +82,33 @@ def demonstrate(args: argparse.Namespace, place: Console) -> int:
 
     begin = time.monotonic()
     os.environ.update(ENVIRONMENT)
-    speaker, about = Speaker(place), describe_machine()
+    speaker, machine = Speaker(place), describe_machine()
     case = cases.QUICK["quick"] if args.quick else cases.CASE
     lengths = case.work.compute_lengths()
     described = f"{case.model}, {case.link_name}; {len(lengths)} prompts, {lengths[0]} to {lengths[-1]} tokens long"
-    speaker.say(f"{about['cores']} cores of {about['cpu']}; {args.minutes:g} minutes at most\n{described}")
+    speaker.say(f"{machine['cores']} cores of {machine['cpu']}; {args.minutes:g} minutes at most\n{described}")
     model = make_model(case, speaker)
     with ExitStack() as stack:
         prefork = stack.enter_context(Prefork()) if may_fork() else None
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang_pat_demo_")))
         grid = QUICK_GRID if args.quick else GRID
-        found = sweep_profile(case, model, folder / "profile.json", BUDGET[args.quick], grid, speaker, prefork)
-        steps = predict_step_times(found, tuple(sorted({1, 4, 16, case.work.batch})))
+        profile = sweep_profile(case, model, folder / "profile.json", BUDGET[args.quick], grid, speaker, prefork)
+        steps = predict_step_times(profile, tuple(sorted({1, 4, 16, case.work.batch})))
         speaker.say(f"  {format_step_times(steps)}")
         more = make_stop_rule(begin + 60 * args.minutes - CONCLUSION_SECONDS, *ROUNDS[args.quick])
-        result = Result(steps, run_rounds(case, model, found, more, speaker, prefork))
+        result = Result(steps, run_rounds(case, model, profile, more, speaker, prefork))
     speaker.console.print(make_table(result))
     responses = result.count_responses()
     same = f"texts equal in all layouts: {responses - result.count_different()} of {responses}"
     speaker.say(f"\n{format_headline(result)}\n{same}")
-    content = {"machine": about, "case": case, "steps": steps, "rounds": result.rounds} | {
+    content = {"machine": machine, "case": case, "steps": steps, "rounds": result.rounds} | {
         "median_seconds": {name: result.compute_median(name) for name in result.contenders}
     }
     args.out.mkdir(parents=True, exist_ok=True)
     files.write(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n", args.out / "demo.json")
-    footer = f"{described}. {about['cores']} CPU cores ({about['cpu']}), rounds in turns: {len(result.rounds)}; {same}"
+    footer = (
+        f"{described}. {machine['cores']} CPU cores ({machine['cpu']}), rounds in turns: {len(result.rounds)}; {same}"
+    )
     picture.draw(result, format_headline(result), footer, args.out / "demo.png")
     speaker.say(f"picture: {args.out / 'demo.png'}\nfigures: {args.out / 'demo.json'}")
     speaker.say(f"{time.monotonic() - begin:.0f} s in all")
@@ -143,29 +145,29 @@ def format_headline(result: Result) -> str:
     ours = result.compute_median(result.contenders[-1])
     ratio = result.compute_median(better) / ours
     level = abs(ratio - 1) <= EVEN
-    said = f"as fast as {better}" if level else f"{ratio:.2f} times as fast as {better}, the better static layout"
-    return f"Adaptive is {said}, and {result.compute_median(worse) / ours:.2f} times as fast as {worse}"
+    comparison = f"as fast as {better}" if level else f"{ratio:.2f} times as fast as {better}, the better static layout"
+    return f"Adaptive is {comparison}, and {result.compute_median(worse) / ours:.2f} times as fast as {worse}"
 
 
 def format_step_times(times: list[StepTime]) -> str:
     """The measured step times in one line."""
-    said = (f"{' / '.join(f'{s * 1e3:.0f}' for s in t.seconds.values())} ms with {t.requests}" for t in times)
-    return f"a decode step takes, as {' / '.join(times[0].seconds)}: {', '.join(said)} requests"
+    texts = (f"{' / '.join(f'{s * 1e3:.0f}' for s in t.seconds.values())} ms with {t.requests}" for t in times)
+    return f"a decode step takes, as {' / '.join(times[0].seconds)}: {', '.join(texts)} requests"
 
 
 def make_table(result: Result) -> Table:
     """One row a contender."""
-    made = Table(box=None)
+    table = Table(box=None)
     for name in ("", "seconds, median", "rounds", "other programs", "switches"):
-        made.add_column(name, justify="right" if name else "left", no_wrap=True)
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for at, name in enumerate(result.contenders):
         runs = [of_round[at] for of_round in result.rounds]
-        made.add_row(
+        table.add_row(
             name, f"{result.compute_median(name):.1f}", " ".join(f"{run.seconds:.1f}" for run in runs),
             f"{max(run.others for run in runs):.0%} of the cores",
             " ".join(str(sum(bool(switch.requests) for switch in run.switches)) for run in runs),
         )  # fmt: skip
-    return made
+    return table
 
 
 def verify(result: Result) -> None:

@@ -153,19 +153,19 @@ def sweep_profile(
     argv += ["--dtype", "float32", "--max-total-tokens", str(KV_TOKENS)]
     environment = {name: value for name, value in os.environ.items() if name != LINK_ENV}
     environment |= programs.ENVIRONMENT | make_link_environment(case.link)
-    said: list[str] = []
+    output: list[str] = []
     with speaker.show_waiting(f"profiling both layouts of {case.model}, {case.link_name}: {budget} at most"):
         files = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         process = programs.popen(prefork, "profiler.sweep", argv, environment, **files)
         try:
             for line in process.stdout or ():
-                said.append(line)
+                output.append(line)
                 speaker.say(f"  {line.rstrip()}")
             code = process.wait()
         finally:
             process.kill()
     if code:
-        raise DemoError(f"profiler.sweep failed (exit code {code}):\n{''.join(said)[-3000:]}")
+        raise DemoError(f"profiler.sweep failed (exit code {code}):\n{''.join(output)[-3000:]}")
     return out
 
 
@@ -202,8 +202,8 @@ class Contender:
         meter = Meter([psutil.Process(), psutil.Process(self.server.process.pid), *self.server.list_children()])
         began, answers = asyncio.run(_send(self.server, bodies))
         others = meter.share()
-        wanted = [body["sampling_params"]["max_new_tokens"] for body in bodies]
-        if [answer.tokens for answer in answers] != wanted:
+        lengths = [body["sampling_params"]["max_new_tokens"] for body in bodies]
+        if [answer.tokens for answer in answers] != lengths:
             raise DemoError(f"{self.name}: a response is shorter or longer than asked for")
         status = self._return_to_base()
         return Run(self.name, answers, parse_switches(status, began, status["num_switches"] - before), others)

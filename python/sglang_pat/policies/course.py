@@ -119,9 +119,9 @@ class Course:
         here = self.degrees.index(tp)
         seconds, held = [0.0], [tp]
         for step in range(start, len(self.choice)):
-            there = int(self.choice[step, here])
-            seconds.append(seconds[-1] + float(self.switching[step, here, there] + self.running[there, step]))
-            here = there
+            entered = int(self.choice[step, here])
+            seconds.append(seconds[-1] + float(self.switching[step, here, entered] + self.running[entered, step]))
+            here = entered
             held.append(self.degrees[here])
         return np.array(seconds), np.array(held)
 

@@ -213,19 +213,19 @@ class TrainingPace:
     def describe(self, now: float) -> dict[str, Any]:
         """Fields of :class:`Training` that are known now."""
         whole = min(self._whole, default=0.0)
-        found: dict[str, Any] = {"seconds_per_token": whole, "setup": min(self._setup, default=0.0)}
+        fields: dict[str, Any] = {"seconds_per_token": whole, "setup": min(self._setup, default=0.0)}
         if self._lent and whole:
-            found["slowdown"] = max(1.0, min(self._lent) / whole)
+            fields["slowdown"] = max(1.0, min(self._lent) / whole)
         if self._began is not None:
-            found["elapsed"] = now - self._began
+            fields["elapsed"] = now - self._began
         if self._since is not None:
             lent = [(seconds, tokens) for seconds, tokens, lent in self._chunks if lent]
-            found |= {
+            fields |= {
                 "lent": now - self._since,
                 "busy": sum(one for one, _ in lent),
                 "trained": sum(n for _, n in lent),
             }
-        return found
+        return fields
 
 
 def _compute_pace(chunks: Sequence[tuple[float, int, bool]]) -> list[float]:
@@ -269,9 +269,9 @@ def decide_by_room(training: Training, outlook: Outlook, room: float) -> Lending
     if why := _find_hindrance(training, project_peak(outlook), room):
         return LendingDecision(move=Move.WAIT, why=why)
     if training.completion > LAST_MILESTONE + 1e-9:
-        rest = float((outlook.width * outlook.any_alive).sum())
-        if rest < LEAST_REST * outlook.response:
-            return LendingDecision(move=Move.WAIT, why=f"late: the round is over in {rest:.0f} tokens")
+        tokens_left = float((outlook.width * outlook.any_alive).sum())
+        if tokens_left < LEAST_REST * outlook.response:
+            return LendingDecision(move=Move.WAIT, why=f"late: the round is over in {tokens_left:.0f} tokens")
         work = training.ready * training.seconds_per_token * training.slowdown
         if not training.ready or work < training.setup:
             return LendingDecision(move=Move.WAIT, why="late: there is little to train")
@@ -303,8 +303,8 @@ def make_lending_policy(
         max_running: requests that one replica decodes at once; None if memory is the only bound.
     """
     planner = LayoutPlanner(predictor, costs, max_running) if predictor is not None and costs is not None else None
-    rest = num_ranks // STRIDE
-    usable = tuple(tp for tp in degrees if num_ranks % STRIDE == 0 and rest % tp == 0)
+    half_ranks = num_ranks // STRIDE
+    usable = tuple(tp for tp in degrees if num_ranks % STRIDE == 0 and half_ranks % tp == 0)
 
     def decide(snapshot: Snapshot, history: LengthHistory, training: Training) -> LendingDecision:
         lent = snapshot.num_ranks < num_ranks
@@ -322,7 +322,7 @@ def make_lending_policy(
             tp = _choose_half_tp(usable, snapshot.tp) if lends else snapshot.tp
             return LendingDecision(move=Move.LEND if lends else Move.WAIT, why="nothing runs now", tp=tp)
         outlook = _end_with_spare(outlook, training.spare)
-        room = min((snapshot.room[tp] * (rest // tp) for tp in usable if tp in snapshot.room), default=0.0)
+        room = min((snapshot.room[tp] * (half_ranks // tp) for tp in usable if tp in snapshot.room), default=0.0)
         on = snapshot.load.output < snapshot.load.limit
         peak = max(project_peak(outlook), float((snapshot.load.prompt + snapshot.load.output)[on].sum()))
         if lent and peak > room:
@@ -332,19 +332,21 @@ def make_lending_policy(
         if planner is None or costs is None:
             if lent:
                 return _say(snapshot, Move.WAIT, "the round goes on")
-            said = decide_by_room(training, outlook, room)
-            return replace(said, tp=_choose_half_tp(usable, snapshot.tp) if said.move is Move.LEND else snapshot.tp)
+            decision = decide_by_room(training, outlook, room)
+            return replace(
+                decision, tp=_choose_half_tp(usable, snapshot.tp) if decision.move is Move.LEND else snapshot.tp
+            )
         courses = _plan_courses(planner, snapshot, outlook, num_ranks, tuple(degrees), usable)
         alive = np.append(np.concatenate([[1.0], outlook.any_alive])[: len(outlook.width)], 0.0)
         moves = _estimate_moves(costs, snapshot.tp, snapshot.load, outlook)
         work = expect_work(snapshot.load, history, training, outlook)
         if lent:
             return _decide_return(courses, alive * moves, work, training)
-        said = _decide_lending(courses, alive * moves, work, training)
+        decision = _decide_lending(courses, alive * moves, work, training)
         unlikely = UNLIKELY if len(history) >= training.samples else 0.0
-        if said.move is Move.LEND and (loss := _estimate_loss(courses, moves, outlook, training, unlikely)) > RISK:
-            return replace(said, move=Move.WAIT, why=f"{loss:.1%} of the step may be lost", tp=snapshot.tp)
-        return said
+        if decision.move is Move.LEND and (loss := _estimate_loss(courses, moves, outlook, training, unlikely)) > RISK:
+            return replace(decision, move=Move.WAIT, why=f"{loss:.1%} of the step may be lost", tp=snapshot.tp)
+        return decision
 
     return decide
 
@@ -410,7 +412,7 @@ def _plan_courses(
     degrees: tuple[int, ...],
     usable: tuple[int, ...],
 ) -> _Courses:
-    rest, tp = num_ranks // STRIDE, snapshot.tp
+    half_ranks, tp = num_ranks // STRIDE, snapshot.tp
     half_tp = _choose_half_tp(usable, tp)
     if snapshot.num_ranks < num_ranks:
         half = snapshot
@@ -418,9 +420,9 @@ def _plan_courses(
         whole = replace(snapshot, num_ranks=num_ranks, degrees=degrees, load=replace(snapshot.load, replica=replica))
     else:
         whole = snapshot
-        replica = snapshot.load.replica // STRIDE % (rest // half_tp)
+        replica = snapshot.load.replica // STRIDE % (half_ranks // half_tp)
         load = replace(snapshot.load, replica=replica)
-        half = replace(snapshot, num_ranks=rest, degrees=usable, tp=half_tp, load=load)
+        half = replace(snapshot, num_ranks=half_ranks, degrees=usable, tp=half_tp, load=load)
     return _Courses(
         whole=planner.plan(whole, outlook).course,
         half=planner.plan(half, outlook).course,

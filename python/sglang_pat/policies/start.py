@@ -126,10 +126,10 @@ class StartDegrees:
         """Start degree of rounds of a kind; a new size begins as rounds of its name and unknown size do."""
         size = round(2 * math.log2(kind.requests)) if kind.requests else -1
         unknown = self._kinds.setdefault((kind.name, -1), StartDegree(self._degrees))
-        found = unknown if size < 0 else self._kinds.setdefault((kind.name, size), copy(unknown))
+        degree = unknown if size < 0 else self._kinds.setdefault((kind.name, size), copy(unknown))
         while len(self._kinds) > MOST_KINDS:  # clients choose the names
-            del self._kinds[next(key for key, value in self._kinds.items() if value is not found)]
-        return found
+            del self._kinds[next(key for key, value in self._kinds.items() if value is not degree)]
+        return degree
 
 
 def hold_start_degree(policy: Policy) -> Policy:

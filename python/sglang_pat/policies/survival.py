@@ -131,8 +131,8 @@ def _estimate_with_trial(
         for off in (-(3**0.5) * doubt, 3**0.5 * doubt):
             factor = snapshot.factors.get(tp, StepFactor())
             factors = {**snapshot.factors, tp: factor._replace(scale=factor.scale * (1 + off))}
-            found = planner.plan(replace(snapshot, factors=factors), outlook)
-            totals[tp] += (found.by_degree[tp] - plan.by_degree[tp]) / 6
+            trial = planner.plan(replace(snapshot, factors=factors), outlook)
+            totals[tp] += (trial.by_degree[tp] - plan.by_degree[tp]) / 6
     return totals
 
 

@@ -84,7 +84,7 @@ class SwitchCosts:
             samples.setdefault((sample.from_tp, sample.to_tp), []).append(sample)
         control = fit_control(profile.switches, None)
         kv = fit_kv(profile.switches, nested=True)
-        resharding = {pair: fit_reshard(found) for pair, found in samples.items()}
+        resharding = {pair: fit_reshard(of_pair) for pair, of_pair in samples.items()}
         self._fits: dict[tuple[int, int], PairFit] = {}
         degrees = {*profile.fingerprint.degrees, *(tp for pair in samples for tp in pair)}
         for pair in ((a, b) for a in degrees for b in degrees if a != b):
@@ -230,9 +230,9 @@ def fit_control(
     seconds = np.array([max(sample.pause_seconds - _compute_seconds_beside_moving(sample), 0.0) for sample in samples])
     slopes = np.array(pooled[1:] if pooled else (0.0, 0.0))
     free = np.array([len(set(column)) > 1 for column in counts.T])
-    rest = np.maximum(seconds - counts[:, ~free] @ slopes[~free], 0.0)
-    fixed, *found = fit_robust_nnls(np.column_stack([np.ones(len(samples)), counts[:, free]]), rest)
-    slopes[free] = found
+    unexplained = np.maximum(seconds - counts[:, ~free] @ slopes[~free], 0.0)
+    fixed, *fitted = fit_robust_nnls(np.column_stack([np.ones(len(samples)), counts[:, free]]), unexplained)
+    slopes[free] = fitted
     return float(fixed), float(slopes[0]), float(slopes[1])
 
 

@@ -184,13 +184,13 @@ def load(path: str | os.PathLike[str], *, complete: bool = False) -> Profile:
         ProfileError: no such file, not a profile, of another format version, or a field that cannot be.
     """
     try:
-        found = files.decode(files.read(path), dict[str, Any])
-        version = found.get("version")
+        fields = files.decode(files.read(path), dict[str, Any])
+        version = fields.get("version")
         if isinstance(version, int) and version != VERSION:
             raise ValueError(f"has format version {version}, this package reads {VERSION}")
         if version != VERSION:
             raise files.make_field_error("version", version, f"expected {VERSION}, as profiles have it")
-        profile = files.convert(found, Profile)
+        profile = files.convert(fields, Profile)
         check(profile)
     except ValueError as error:
         raise ProfileError(f"profile {path}: {error}; {MAKE_ONE}") from None
@@ -271,8 +271,8 @@ def _check_layouts(mark: Fingerprint) -> None:
     except ValueError as error:
         raise make_field_error("fingerprint.degrees", mark.degrees, str(error)) from None
     if mark.degrees != allowed:
-        given = ", ".join(map(str, mark.degrees[:20]))
-        expected = f"expected ascending degrees, each once, from the base {mark.base_tp}; given are {given or 'none'}"
+        listed = ", ".join(map(str, mark.degrees[:20]))
+        expected = f"expected ascending degrees, each once, from the base {mark.base_tp}; given are {listed or 'none'}"
         raise make_field_error("fingerprint.degrees", mark.degrees, expected)
 
 

@@ -62,8 +62,8 @@ class CompletedGroups:
 
     def pop(self, may_take: Callable[[int], bool]) -> int | None:
         """The order of the first completed of those whose class may be taken now; None if there is none."""
-        found = [(heap[0], heap) for least, heap in self._classes.items() if heap and may_take(least)]
-        return heapq.heappop(min(found)[1])[1] if found else None
+        heaps = [(heap[0], heap) for least, heap in self._classes.items() if heap and may_take(least)]
+        return heapq.heappop(min(heaps)[1])[1] if heaps else None
 
 
 def open_round(rules: Rules, state: State, mode: Strict, deadlines: Deadlines, version: int) -> list[Action]:
@@ -158,20 +158,20 @@ class ActiveRound:
 
     def record_finished(self, sample: SampleId, output: Output) -> list[Action]:
         """See :meth:`Admitter.record_finished`."""
-        found = self._find(sample)
-        if found is None:
+        place = self._find(sample)
+        if place is None:
             return []
-        group, mine = found
-        late = mine.state == STOPPING and not self._rules.keeps
-        self._record_output(group, mine, output)
-        note_sample(self.round.drawn, group, mine, True, self._rules.num_responses)
+        group, response = place
+        late = response.state == STOPPING and not self._rules.keeps
+        self._record_output(group, response, output)
+        note_sample(self.round.drawn, group, response, True, self._rules.num_responses)
         if late:
-            self.round.thrown += group.drop_tokens(mine)
+            self.round.thrown += group.drop_tokens(response)
             self._requeue(group)
             return self.get_more_actions()
-        mine.state = DONE
-        self._state.cost.add_response(mine.output)
-        group.chosen.append(mine.number)
+        response.state = DONE
+        self._state.cost.add_response(response.output)
+        group.chosen.append(response.number)
         if self._rules.unbiased and group.floors:
             return self._redraw(group) + self.get_more_actions()
         completed = self._complete(group) if len(group.chosen) == self._rules.num_responses else []
@@ -179,17 +179,17 @@ class ActiveRound:
 
     def record_stopped(self, sample: SampleId, output: Output) -> list[Action]:
         """See :meth:`Admitter.record_stopped`."""
-        found = self._find(sample)
-        if found is None:
+        place = self._find(sample)
+        if place is None:
             return []
-        group, mine = found
-        self._record_output(group, mine, output)
-        self.round.aborted.append(mine.output.tokens)
+        group, response = place
+        self._record_output(group, response, output)
+        self.round.aborted.append(response.output.tokens)
         if self._rules.keeps:
-            mine.state = NEW
+            response.state = NEW
         else:
-            note_sample(self.round.drawn, group, mine, False, self._rules.num_responses)
-            self.round.thrown += group.drop_tokens(mine)
+            note_sample(self.round.drawn, group, response, False, self._rules.num_responses)
+            self.round.thrown += group.drop_tokens(response)
         self._requeue(group)
         return self.get_more_actions()
 
@@ -217,9 +217,9 @@ class ActiveRound:
         group = self._groups.get(sample.key)
         if group is None or not (group.order in self.round.open or group.order in self.round.complete):
             return  # returned: whoever has it has its rewards
-        mine = self._get_own_copy(group).samples[sample.number]
-        if mine.state == DONE and mine.attempt == sample.attempt:
-            mine.reward = reward
+        response = self._get_own_copy(group).samples[sample.number]
+        if response.state == DONE and response.attempt == sample.attempt:
+            response.reward = reward
 
     def list_chosen(self, key: PromptKey) -> list[int] | None:
         """See :meth:`Admitter.list_chosen`."""
@@ -249,8 +249,8 @@ class ActiveRound:
         group = self._groups.get(sample.key)
         if group is None or sample.number >= len(group.samples):
             return None
-        found = group.samples[sample.number]
-        return (group, found) if found.alive and found.attempt == sample.attempt else None
+        response = group.samples[sample.number]
+        return (group, response) if response.alive and response.attempt == sample.attempt else None
 
     def _record_output(self, group: Group, sample: Sample, output: Output) -> None:
         """Record what a sample generated that is out of the engine."""

@@ -29,8 +29,8 @@ class Calls:
         """
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
             return await function(argument)
-        found = await asyncio.get_running_loop().run_in_executor(self._thread, _call, function, argument)
-        return await found if inspect.isawaitable(found) else found
+        result = await asyncio.get_running_loop().run_in_executor(self._thread, _call, function, argument)
+        return await result if inspect.isawaitable(result) else result
 
     def stop(self) -> None:
         """Drop the calls that have not begun."""

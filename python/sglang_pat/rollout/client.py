@@ -125,11 +125,11 @@ class HttpBackend:
         """Whether the server knows of the round."""
 
     async def begin_round(self, begun: BeginRound) -> None:
-        about = await self._call("POST", "/pat/round", msgspec.structs.replace(begun, name=self._name))
-        if "weight_updates" not in about:
+        server = await self._call("POST", "/pat/round", msgspec.structs.replace(begun, name=self._name))
+        if "weight_updates" not in server:
             raise ValueError(f"{self._url} runs another version of sglang_pat; use the same one here and there")
-        self._updates, self._room = about["weight_updates"], about["room"]
-        self._stop_tokens, self._routed = about["stop_token_ids"], about["routed_experts"]
+        self._updates, self._room = server["weight_updates"], server["room"]
+        self._stop_tokens, self._routed = server["stop_token_ids"], server["routed_experts"]
         self._told = True
         self._begin(self._watch_server())
 
@@ -236,10 +236,10 @@ class HttpBackend:
                         continue
                     if line.startswith(b'data: {"error"'):
                         raise ValueError(format_refusal(self._url, 400, line[6:]))
-                    said = msgspec.json.decode(line[6:])
-                    call = calls[said["meta_info"]["id"]]
-                    if said["meta_info"]["finish_reason"] is not None and not call.answer.done():
-                        call.answer.set_result(said)
+                    response = msgspec.json.decode(line[6:])
+                    call = calls[response["meta_info"]["id"]]
+                    if response["meta_info"]["finish_reason"] is not None and not call.answer.done():
+                        call.answer.set_result(response)
         except (aiohttp.ClientError, OSError) as error:
             raise self._make_gone_error(error) from None
 
@@ -274,14 +274,14 @@ class HttpBackend:
                 asyncio.timeout(CALL_SECONDS),
                 self._session.request(method, self._url + path, data=data) as answer,
             ):
-                said = await answer.read()
+                content = await answer.read()
         except TimeoutError:
             raise ConnectionError(f"{self._url}{path} has not answered for {CALL_SECONDS:.0f} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise self._make_gone_error(error) from None
         if answer.status != 200:
-            raise ValueError(format_refusal(self._url, answer.status, said))
-        return msgspec.json.decode(said) if said else None
+            raise ValueError(format_refusal(self._url, answer.status, content))
+        return msgspec.json.decode(content) if content else None
 
 
 def count_connections() -> int:
@@ -298,9 +298,9 @@ def count_connections() -> int:
 def format_refusal(url: str, status: int, data: bytes) -> str:
     """A server's refusal, in one line."""
     try:
-        said = str(msgspec.json.decode(data)["error"]["message"])  # as this server and SGLang's write it
+        message = str(msgspec.json.decode(data)["error"]["message"])  # as this server and SGLang's write it
     except (ValueError, TypeError, KeyError):
-        said = data.decode(errors="replace")
+        message = data.decode(errors="replace")
     if status == 404:
-        said += " (is it a server of sglang_pat.launch_server, with --adaptive-tp?)"
-    return f"{url} answered {status}: {' '.join(said.split())[:400]}"
+        message += " (is it a server of sglang_pat.launch_server, with --adaptive-tp?)"
+    return f"{url} answered {status}: {' '.join(message.split())[:400]}"

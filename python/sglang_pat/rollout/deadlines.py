@@ -98,16 +98,16 @@ class Deadlines:
         if min(slacks, default=0) >= 0 and max(self.count_due_groups(slacks)) <= size:
             return waiting, 0
         most = self._rules.max_deferrals
-        found = {group.order: group for group in waiting}
+        groups = {group.order: group for group in waiting}
         for rounds in range(-1, most + 1):
-            urgent = [group for group in found.values() if self.compute_slack(group, version, jump) <= rounds]
+            urgent = [group for group in groups.values() if self.compute_slack(group, version, jump) <= rounds]
             too_many = max(0, len(urgent) - (rounds + 1) * size)
             # To throw tokens away helps none that is urgent by its deferrals; but those that are too old have to go.
             by_tokens = sorted((g for g in urgent if rounds < 0 or most - g.deferrals > rounds), key=_count_tokens)
             for group in by_tokens[:too_many]:
-                found[group.order], tokens = self._drop_stale(group, version, jump, rounds)
+                groups[group.order], tokens = self._drop_stale(group, version, jump, rounds)
                 thrown += tokens
-        return list(found.values()), thrown
+        return list(groups.values()), thrown
 
     def _drop_stale(self, group: Group, version: int, jump: int, rounds: int) -> tuple[Group, int]:
         """A copy without the tokens that will be too old after ``rounds`` rounds, and how many tokens these were."""

@@ -78,15 +78,15 @@ class DrawnLengths(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def merge(self, more: DrawnLengths) -> None:
         """Add the weights of other samples."""
-        for mine, others in zip(msgspec.structs.astuple(self), msgspec.structs.astuple(more), strict=True):
-            for place, weight in others.items():
-                add(mine, place, weight)
+        for weights, more_weights in zip(msgspec.structs.astuple(self), msgspec.structs.astuple(more), strict=True):
+            for place, weight in more_weights.items():
+                add(weights, place, weight)
 
     def fade(self) -> None:
         """Let all weights count for less, by ``KEPT``."""
-        for mine in msgspec.structs.astuple(self):
-            for place in mine:
-                mine[place] *= KEPT
+        for weights in msgspec.structs.astuple(self):
+            for place in weights:
+                weights[place] *= KEPT
 
     @property
     def first(self) -> float:
@@ -96,15 +96,15 @@ class DrawnLengths(msgspec.Struct, kw_only=True, omit_defaults=True):
     def estimate_curve(self) -> dict[int, LengthBin]:
         """How responses end if nothing is thrown away, by bin, in their order."""
         risk = self.first
-        found: dict[int, LengthBin] = {}
+        curve: dict[int, LengthBin] = {}
         for place in sorted({*self.ended, *self.cut, *self.entered}):
             ended, cut, entered = (those.get(place, 0.0) for those in (self.ended, self.cut, self.entered))
             if ended:
                 # Those that come or go within a bin are there for half of it.
                 exposed = max(risk + (entered - cut) / 2, ended)
-                found[place] = LengthBin(exposed, ended / exposed, self.tokens[place] / ended)
+                curve[place] = LengthBin(exposed, ended / exposed, self.tokens[place] / ended)
             risk += entered - ended - cut
-        return found
+        return curve
 
     def estimate_mean(self) -> tuple[float, float, float]:
         """Tokens of a response if nothing had been thrown away, 0 if nothing ended; the variance of that estimate
@@ -114,9 +114,9 @@ class DrawnLengths(msgspec.Struct, kw_only=True, omit_defaults=True):
         mean = unseen = bins[-1].tokens if bins else 0.0
         variance = 0.0
         for exposed, share, tokens in reversed(bins):
-            rest = 1 - share
-            variance = rest**2 * variance + share * rest / exposed * (mean - tokens) ** 2
-            mean, unseen = share * tokens + rest * mean, rest * unseen
+            survival = 1 - share
+            variance = survival**2 * variance + share * survival / exposed * (mean - tokens) ** 2
+            mean, unseen = share * tokens + survival * mean, survival * unseen
         return mean, variance, unseen
 
 
@@ -152,8 +152,12 @@ class Bias(msgspec.Struct, kw_only=True, omit_defaults=True):
         """
         mean = variance = unseen = 0.0
         for weight, drawn in self.compute_level_weights():
-            mine = drawn.estimate_mean()
-            mean, variance, unseen = mean + weight * mine[0], variance + weight**2 * mine[1], unseen + weight * mine[2]
+            level = drawn.estimate_mean()
+            mean, variance, unseen = (
+                mean + weight * level[0],
+                variance + weight**2 * level[1],
+                unseen + weight * level[2],
+            )
         return mean, variance**0.5 + unseen
 
     def compute_level_weights(self) -> list[tuple[float, DrawnLengths]]:
@@ -185,9 +189,9 @@ def get_bin(tokens: int) -> int:
     return int(BINS * math.log2(max(tokens, 1)))
 
 
-def add(found: dict[int, float], place: int, weight: float) -> None:
+def add(weights: dict[int, float], place: int, weight: float) -> None:
     """Add a weight to a bin."""
-    found[place] = found.get(place, 0.0) + weight
+    weights[place] = weights.get(place, 0.0) + weight
 
 
 LEAST_ROUNDS = 14.0
@@ -223,18 +227,18 @@ class Cost(msgspec.Struct, kw_only=True, omit_defaults=True):
         self.seconds = KEPT * self.seconds + seconds
         self.kept = KEPT * self.kept + sum(summary.kept_lengths)
         self.thrown = KEPT * self.thrown + summary.thrown
-        for found in (self.ended, self.took):
-            for place in found:
-                found[place] *= KEPT
+        for weights in (self.ended, self.took):
+            for place in weights:
+                weights[place] *= KEPT
 
     def estimate_plain_seconds(self, bias: Bias, prompts: int, responses: int) -> float:
         """Estimated seconds of a plain round; 0 if nobody has a clock."""
         chances = compute_longest_chances(
             ((weight, drawn.estimate_curve()) for weight, drawn in bias.compute_level_weights()), prompts, responses
         )
-        known = {place: chance for place, chance in chances.items() if place in self.took}
-        seconds = sum(chance * self.took[place] / self.ended[place] for place, chance in known.items())
-        return seconds / sum(known.values()) if known else 0.0
+        measured = {place: chance for place, chance in chances.items() if place in self.took}
+        seconds = sum(chance * self.took[place] / self.ended[place] for place, chance in measured.items())
+        return seconds / sum(measured.values()) if measured else 0.0
 
 
 def compute_longest_chances(
@@ -253,12 +257,12 @@ def compute_longest_chances(
             # Who outlives the last is taken to be as long.
             before, longer = longer, longer * (1 - ended.share) if number + 1 < len(curve) else 0.0
             add(ends, place, weight * ((1 - longer) ** responses - (1 - before) ** responses))
-    found: dict[int, float] = {}
+    chances: dict[int, float] = {}
     all_ended = 0.0
     for place in sorted(ends):
         before, all_ended = all_ended, min(all_ended + ends[place], 1.0)
-        found[place] = all_ended**prompts - before**prompts
-    return found
+        chances[place] = all_ended**prompts - before**prompts
+    return chances
 
 
 def with_cost(rules: Rules, cost: Cost, bias: Bias, keep_rate: float, summary: Summary, seconds: float) -> Summary:
@@ -277,15 +281,15 @@ def with_cost(rules: Rules, cost: Cost, bias: Bias, keep_rate: float, summary: S
 
 def format_advice(rules: Rules, cost: Cost, summary: Summary) -> str:
     """One line if tail batching does not pay, else nothing."""
-    found: list[str] = []
+    reasons: list[str] = []
     extra = rules.started_prompts > rules.num_prompts or rules.started_responses > rules.num_responses
     if extra and summary.mean_seconds > summary.plain_seconds > 0:
-        found.append(
+        reasons.append(
             f"its rounds take {summary.mean_seconds:.3g} s on average, with these lengths plain ones (eta_prompts "
             f"and eta_responses 1) would take some {summary.plain_seconds:.3g} s"
         )
     if rules.unbiased and cost.thrown > cost.kept:
-        made = (cost.thrown + cost.kept) / max(cost.kept, 1.0)
-        found.append(f"{made:.1f} tokens are generated for each one returned")
+        tokens = (cost.thrown + cost.kept) / max(cost.kept, 1.0)
+        reasons.append(f"{tokens:.1f} tokens are generated for each one returned")
     name = f"{rules.mode}, unbiased" if rules.unbiased else rules.mode
-    return f"tail batching ({name}): {'; '.join(found)}; see docs/rollouts.md, What it costs" if found else ""
+    return f"tail batching ({name}): {'; '.join(reasons)}; see docs/rollouts.md, What it costs" if reasons else ""

@@ -84,8 +84,8 @@ class QueueFirst(LaunchOrder):
             return round_.prompts - under_way
         # As many as will hardly be too few for the places that are free, if as many are useless as before.
         missing = round_.target - len(round_.taken) - (len(round_.complete) - round_.judging)
-        wanted = missing * round_.prompts / round_.target / self._state.keep_rate
-        return math.ceil(round(wanted, 6)) - len(round_.open) - round_.judging
+        prompts = missing * round_.prompts / round_.target / self._state.keep_rate
+        return math.ceil(round(prompts, 6)) - len(round_.open) - round_.judging
 
     def _choose(self, fresh: bool) -> Group | NextPrompt | None:
         round_ = self._round

@@ -178,8 +178,8 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
 
     def find_oldest(self) -> int | None:
         """What :attr:`oldest` is to be, by going through its tokens."""
-        found = [sample.output.oldest for sample in self.samples]
-        return min((version for version in found if version is not None), default=None)
+        versions = [sample.output.oldest for sample in self.samples]
+        return min((version for version in versions if version is not None), default=None)
 
     @property
     def tokens(self) -> int:
@@ -203,9 +203,9 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
 
     def copy_for_changes(self) -> Group:
         """A copy that may be changed.  Between two rounds groups are shared with copies of the state."""
-        mine = copy(self)
-        mine.samples, mine.chosen = [copy(sample) for sample in self.samples], list(self.chosen)
-        return mine
+        group = copy(self)
+        group.samples, group.chosen = [copy(sample) for sample in self.samples], list(self.chosen)
+        return group
 
     def fill(self, responses: int) -> None:
         """Have at least ``responses`` samples from now on."""

@@ -113,10 +113,10 @@ class Rewards:
 
     async def _ask(self, response: Response) -> float | None:
         try:
-            given = await self._calls.call(self._reward, response)
-            if given is MISSING:
+            value = await self._calls.call(self._reward, response)
+            if value is MISSING:
                 return None
-            reward = check_reward(given, response.sample)
+            reward = check_reward(value, response.sample)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or not task.cancelling():  # not by us: what it waited for was

@@ -354,13 +354,13 @@ class RolloutRound:
         except Exception as error:  # whatever it is, this round cannot be, and no prompt may be lost
             self.fail(error)
         del self._tasks[sample]
-        wanted = sample not in self._stopping
+        is_wanted = sample not in self._stopping
         self._stopping.discard(sample)
         if not output.finish_reason:
             self._do(self.admitter.record_stopped(sample, output))
             return
         actions = self.admitter.record_finished(sample, output)
-        if wanted and self._rewards is not None:
+        if is_wanted and self._rewards is not None:
             self._reward(self._rewards, sample, prompt, prefix.concatenate(output) if prefix else output)
         self._do(actions)
 
@@ -444,15 +444,15 @@ def make_announcement(admitter: Admitter, name: str, params: dict[str, Any]) -> 
     How many samples there will be is not known where groups are filtered, and where samples go on that were stopped.
     """
     state, rules, begun = admitter.state, admitter.rules, admitter.state.round
-    known: dict[str, Any] = {"max_new_tokens": params["max_new_tokens"]} if "max_new_tokens" in params else {}
+    fields: dict[str, Any] = {"max_new_tokens": params["max_new_tokens"]} if "max_new_tokens" in params else {}
     if begun is None:  # and over
-        return BeginRound(name=name, **known)
-    known["kind"] = SHORT if begun.kind == SHORT else LONG  # the rest of an epoch runs to its end, too
+        return BeginRound(name=name, **fields)
+    fields["kind"] = SHORT if begun.kind == SHORT else LONG  # the rest of an epoch runs to its end, too
     prompts = [group.prompt for group in (*begun.groups, *begun.taken, *state.fresh)]
     lengths = [len(prompt["input_ids"]) for prompt in prompts if prompt and "input_ids" in prompt]
-    known |= {"prompt_tokens": round(mean(lengths))} if lengths else {}
+    fields |= {"prompt_tokens": round(mean(lengths))} if lengths else {}
     if rules.filter_groups or rules.mode == "partial":
-        return BeginRound(name=name, **known)
-    there = len(begun.groups) + len(begun.taken) + len(state.waiting) + state.count_fresh(begun.epoch)
-    count = min(begun.prompts, there)
-    return BeginRound.of_size(count, begun.responses, name=name, **known)
+        return BeginRound(name=name, **fields)
+    available = len(begun.groups) + len(begun.taken) + len(state.waiting) + state.count_fresh(begun.epoch)
+    count = min(begun.prompts, available)
+    return BeginRound.of_size(count, begun.responses, name=name, **fields)

@@ -103,14 +103,14 @@ class Turns:
 
 def make_turn(sample: SampleId, prompt: Any, output: Output, text: Callable[[list[int]], str]) -> Turn:
     """The turn that ``output``, all after the prompt, ends with.  ``text``: of token ids."""
-    said = 0
+    count = 0
     for span in reversed(output.spans):
         if span.version is None:
             break
-        said += span.tokens
+        count += span.tokens
     ids = output.token_ids
     number = sum(span.version is None for span in output.spans)
-    last = ids[len(ids) - said :]
+    last = ids[len(ids) - count :]
     return Turn(sample=sample, number=number, prompt=prompt, token_ids=ids, said=last, text=text(last))
 
 
@@ -118,9 +118,9 @@ def make_given_output(answer: object) -> Output:
     """An environment's answer, whatever it is, as part of a response.  Raises as :meth:`Turns.answer`."""
     if answer is None:
         return Output(finish_reason="stop")
-    said = list(cast(Sequence[object], answer)) if isinstance(answer, Sequence) else []
-    ids = [token for token in said if isinstance(token, int)]
-    if not ids or len(ids) < len(said):
+    answer_ids = list(cast(Sequence[object], answer)) if isinstance(answer, Sequence) else []
+    ids = [token for token in answer_ids if isinstance(token, int)]
+    if not ids or len(ids) < len(answer_ids):
         shown = str(cast(object, answer))[:80]
         raise ValueError(f"the environment answered {shown!r}, must be token ids, at least one, or None")
     return Output(token_ids=ids, logprobs=[0.0] * len(ids), spans=[Span(None, len(ids))])

@@ -32,20 +32,20 @@ def split(argv: list[str]) -> tuple[GivenArguments, list[str]]:
     Raises:
         ValueError: one of our arguments lacks its value, or ``SGLANG_PAT`` has none of our settings.
     """
-    given, rest, words = GivenArguments(pat=settings.read_environment()), [], iter(argv)
+    arguments, others, words = GivenArguments(pat=settings.read_environment()), [], iter(argv)
     for word in words:
         name, equals, value = word.partition("=")
         prefix, dot, name = name.partition(".")
-        target = {WHERE: given.pat, WHERE_SGLANG: given.sglang}.get(prefix)
+        target = {WHERE: arguments.pat, WHERE_SGLANG: arguments.sglang}.get(prefix)
         if target is None or not dot:
-            rest.append(word)
+            others.append(word)
             continue
         if not equals:
             value = next(words, None)
         if value is None or (not equals and value.startswith("--")):
             raise ValueError(f"{word} needs a value: {word} VALUE")
-        target[name] = value if target is given.pat else _read(value)
-    return given, rest
+        target[name] = value if target is arguments.pat else _read(value)
+    return arguments, others
 
 
 def _read(text: str) -> Any:
@@ -97,18 +97,18 @@ def main(argv: list[str] | None = None) -> None:
             print(f"OpenRLHF's own flags are not shown: not installed here: {missing}")
             return
     try:
-        given, rest = split(argv)
-        found = _read_as_openrlhf(rest)
-        given.check(found[GPUS], found[MODEL])
-        _check_lengths(found[RESPONSE], found[WHOLE])
+        arguments, others = split(argv)
+        values = _read_as_openrlhf(others)
+        arguments.check(values[GPUS], values[MODEL])
+        _check_lengths(values[RESPONSE], values[WHOLE])
         if missing:
             raise ValueError(f"not installed here: {missing}; use the environment in which OpenRLHF runs")
     except ValueError as error:
         sys.exit(f"error: {error}")
     facade.install()
     facade.install_in_workers()
-    install(given)
-    sys.argv = ["train_ppo_ray", *rest]
+    install(arguments)
+    sys.argv = ["train_ppo_ray", *others]
     runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__")
 
 

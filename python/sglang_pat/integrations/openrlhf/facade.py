@@ -120,8 +120,8 @@ def install_in_workers() -> None:
 
     @functools.wraps(init)
     def init_with_hook(*args: Any, runtime_env: dict[str, Any] | None = None, **named: Any) -> Any:
-        given = runtime_env or {}
-        ours = {HOOK: f"{__name__}.install", "env_vars": {VISIBLE: "0"} | given.get("env_vars", {})}
-        return init(*args, runtime_env=given | ours, **named)
+        environment = runtime_env or {}
+        ours = {HOOK: f"{__name__}.install", "env_vars": {VISIBLE: "0"} | environment.get("env_vars", {})}
+        return init(*args, runtime_env=environment | ours, **named)
 
     ray.init = init_with_hook
