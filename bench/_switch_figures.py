@@ -17,7 +17,7 @@ from sglang_pat.predict.cost import fit_control, fit_kv
 
 
 @dataclass(frozen=True)
-class Setting:
+class SwitchSetting:
     """Ranks and the two degrees between which they switch; tokens alive × requests to measure.
 
     ``headline``: tokens and requests of the comparison with a restart; ``after``: of the steps after a switch, which
@@ -41,10 +41,10 @@ class Setting:
 POINTS = tuple((k * 1024, n) for k, n in ((1, 1), (1, 8), (1, 32), (8, 8), (32, 8), (64, 32)))
 """SmolLM2 takes 8,192 tokens a request."""
 SETTINGS = {
-    "2 ranks": Setting(2, 1, 2, POINTS),
-    "4 ranks": Setting(4, 2, 4, POINTS),
+    "2 ranks": SwitchSetting(2, 1, 2, POINTS),
+    "4 ranks": SwitchSetting(4, 2, 4, POINTS),
 }
-QUICK = {"2 ranks, tiny": Setting(2, 1, 2, ((512, 1), (2048, 8)), headline=(2048, 8))}
+QUICK = {"2 ranks, tiny": SwitchSetting(2, 1, 2, ((512, 1), (2048, 8)), headline=(2048, 8))}
 
 PHASES = ("drain", "capsules", "plan", "kv", "weights", "install", "check")
 
@@ -90,7 +90,7 @@ def line(point: dict) -> str:
     return f"{point['tokens']} tokens, {point['requests']} requests: pause without drain, ms: {'; '.join(shown)}"
 
 
-def rows(result: dict, setting: Setting) -> list[dict]:
+def rows(result: dict, setting: SwitchSetting) -> list[dict]:
     """Rows of a result, one for each point, way and direction."""
     cells = []
     for point in result["points"]:
@@ -150,7 +150,7 @@ def linear(result: dict, up: bool) -> tuple[float, float]:
     return float(exponent), float(1 - ((seconds - line) ** 2).sum() / ((seconds - seconds.mean()) ** 2).sum())
 
 
-def bars(everything: list[dict], result: dict, setting: Setting) -> Iterator[tuple[str, str, str]]:
+def bars(everything: list[dict], result: dict, setting: SwitchSetting) -> Iterator[tuple[str, str, str]]:
     """Bars of one setting as (figure, bar, measured); all of the pause without drain unless said otherwise."""
     ours = [row for row in everything if row["way"] == "ours"]
     head = {row["way"]: row for row in everything if _is_headline(row, setting)}
@@ -188,11 +188,11 @@ def bars(everything: list[dict], result: dict, setting: Setting) -> Iterator[tup
         yield "model of the pause, error: mean; worst", "≤ 15%", f"{np.mean(ratios):.0%}; {max(ratios):.0%}"
 
 
-def _is_headline(row: dict, setting: Setting) -> bool:
+def _is_headline(row: dict, setting: SwitchSetting) -> bool:
     return (row["tokens"], row["requests"], row["to"]) == (*setting.headline, f"tp{setting.high}")
 
 
-def table(name: str, result: dict, setting: Setting) -> None:
+def table(name: str, result: dict, setting: SwitchSetting) -> None:
     """Print the table."""
     console = Console(width=170)
     shown = Table(title=f"{name}: medians, ms", title_justify="left")

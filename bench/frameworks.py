@@ -39,7 +39,7 @@ SECONDS = {"step": "step", "generation": "gen", "weight sync": "update_weights",
 
 
 @dataclass
-class Figures:
+class ContenderFigures:
     """Figures of one contender, a value for each step that counts."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in SECONDS})
@@ -74,7 +74,7 @@ def run(name: str, args: argparse.Namespace, folder: Path) -> None:
         sys.exit(f"{name}: exit code {done.returncode}\n{(done.stdout + done.stderr)[-3000:]}")
 
 
-def show(figures: dict[str, Figures]) -> None:
+def show(figures: dict[str, ContenderFigures]) -> None:
     table = Table(title="verl, seconds of a step (medians)")
     table.add_column("rollout")
     for column in (*SECONDS, "mean tokens", "longest", "ms a token of the longest", "switches"):
@@ -104,7 +104,7 @@ def main() -> int:
         args.repeats, args.steps = 1, 3
     machine = _bench.about()
     models.make_random("llama", MODEL, heads=4, kv_heads=2, logit_std=1)
-    figures = {name: Figures() for name in CONTENDERS}
+    figures = {name: ContenderFigures() for name in CONTENDERS}
     names = list(CONTENDERS)
     for number in range(args.repeats):
         for name in names[number % len(names) :] + names[: number % len(names)]:

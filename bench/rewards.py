@@ -46,7 +46,7 @@ SLEEP = "import time\nn = int(input())\ntime.sleep({seconds})\nprint(n + 1)"
 
 
 @dataclass(frozen=True)
-class Response:
+class ProgramResponse:
     """A program of one problem, and what it is."""
 
     problem: int
@@ -69,27 +69,27 @@ def measure_speed(sandbox: Sandbox) -> float:
         return 10_000_000 / min(session.run("1", 60.0, 60.0).cpu for _ in range(3))
 
 
-def make_responses(problems: int, group: int, speed: float, slowest: float, seed: int) -> list[Response]:
+def make_responses(problems: int, group: int, speed: float, slowest: float, seed: int) -> list[ProgramResponse]:
     """Groups of each problem: right, wrong, failing and endless ones.
 
     Problems take from 0.05 seconds to ``slowest``, most of them less than one.  Right answers to a quick problem differ
     by up to two times, to one of more than 0.6 seconds by a tenth to both sides.
     """
-    draw, responses = random.Random(seed), list[Response]()
+    draw, responses = random.Random(seed), list[ProgramResponse]()
     for problem in range(problems):
         seconds = 0.05 * (slowest / 0.05) ** (problem / (problems - 1)) ** 2
         for _ in range(group):
             factor = draw.uniform(1, 2) if seconds <= 0.6 else draw.uniform(0.9, 1.1)
             right = SPIN.format(count=int(seconds * factor * speed / 2))  # two test cases
-            responses.append(Response(problem, "right", right))
+            responses.append(ProgramResponse(problem, "right", right))
     for number in draw.sample(range(len(responses)), round((ENDLESS + WRONG + RAISES) * len(responses))):
         kind, program = "wrong", "print(int(input()))"
         if draw.random() < RAISES / (WRONG + RAISES):
             kind, program = "raises", "raise ValueError(input())"
-        responses[number] = Response(responses[number].problem, kind, program)
+        responses[number] = ProgramResponse(responses[number].problem, kind, program)
     others = [number for number, response in enumerate(responses) if response.kind != "right"]
     for number in draw.sample(others, round(ENDLESS * len(responses))):
-        responses[number] = Response(responses[number].problem, "endless", "while True: pass")
+        responses[number] = ProgramResponse(responses[number].problem, "endless", "while True: pass")
     return responses
 
 
@@ -101,17 +101,17 @@ def make_rollout(count: int, seconds: float, seed: int) -> list[float]:
 
 
 def run_step(
-    responses: Sequence[Response],
+    responses: Sequence[ProgramResponse],
     ends: Sequence[float],
     sandbox: Sandbox,
     limits: TimeLimits,
     maximum: float,
     workers: int = WORKERS,
-) -> tuple[float, list[Score], list[tuple[Response, int]]]:
+) -> tuple[float, list[Score], list[tuple[ProgramResponse, int]]]:
     """Rewards beside the emulated rollout: seconds until both are done, scores, and what is to be run again."""
     waiting: queue.Queue[int | None] = queue.Queue()
     scores: list[Any] = [None] * len(responses)
-    again, lock = list[tuple[Response, int]](), threading.Lock()
+    again, lock = list[tuple[ProgramResponse, int]](), threading.Lock()
 
     def work() -> None:
         while (number := waiting.get()) is not None:
@@ -170,15 +170,15 @@ def bench_wrong_cuts(sandbox: Sandbox, quick: bool) -> dict[str, Any]:
     """Right answers that sleep for times of a wide spread: how many are cut, and what the estimate says."""
     problems, group = (10, 10) if quick else (40, 30)
     draw = random.Random(5)
-    responses = list[Response]()
+    responses = list[ProgramResponse]()
     for problem in range(problems):
         base = 0.04 * 10 ** draw.random()
         for _ in range(group):
             if draw.random() < 0.2:
-                responses.append(Response(problem, "endless", "import time\ntime.sleep(1000)"))
+                responses.append(ProgramResponse(problem, "endless", "import time\ntime.sleep(1000)"))
             else:
                 seconds = min(base * draw.lognormvariate(0, 0.7), 0.8 * 30.0 / SCALE)
-                responses.append(Response(problem, "right", SLEEP.format(seconds=seconds)))
+                responses.append(ProgramResponse(problem, "right", SLEEP.format(seconds=seconds)))
     draw.shuffle(responses)
     rules = LimitRules(minimum=2.0 / SCALE, maximum=30.0 / SCALE, rerun_share=0.3 if quick else 0.1)
     limits = TimeLimits(rules)

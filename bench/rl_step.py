@@ -43,7 +43,7 @@ from _programs import MAXIMUM, MINIMUM, make_ground_truth
 from _verl_jobs import APART, ROOT, Steps
 from matplotlib.patches import Patch
 
-from sglang_pat.demo.cases import NATURAL, Case
+from sglang_pat.demo.cases import NATURAL, DemoCase
 from sglang_pat.testing import models
 from sglang_pat.tools import console, pictures
 from sglang_pat.tools.console import Speaker
@@ -204,7 +204,7 @@ def main() -> int:
     models.make_random("llama", MODEL, **SHAPE)
     speaker = Speaker(console.make())
     profile = rollout.sweep(
-        Case("llama-step", NATURAL, rollout.LOGNORMAL), MODEL, "20s" if args.quick else "1m", speaker
+        DemoCase("llama-step", NATURAL, rollout.LOGNORMAL), MODEL, "20s" if args.quick else "1m", speaker
     )
     settings = {name: value for name, value in vars(args).items() if name not in ("json", "png")}
     machine = _bench.about(**settings)

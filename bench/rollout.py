@@ -19,8 +19,8 @@ from pathlib import Path
 import _bench
 
 from sglang_pat.demo import contest
-from sglang_pat.demo.cases import BANDWIDTH, MAKERS, NATURAL, QUICK, SMOLLM2, WIDE, Case, LognormalBatch
-from sglang_pat.demo.contest import HIGH, LOW, POLICY, DemoError, Result, Run, StepTime
+from sglang_pat.demo.cases import BANDWIDTH, MAKERS, NATURAL, QUICK, SMOLLM2, WIDE, DemoCase, LognormalBatch
+from sglang_pat.demo.contest import HIGH, LOW, POLICY, BatchRun, ContestResult, DemoError, StepTime
 from sglang_pat.tools import console
 from sglang_pat.tools.console import Speaker
 
@@ -36,16 +36,16 @@ CAPPED = LognormalBatch(128, 64, 0.3, 448, capped=0.06)
 LATENCY = "200:1"
 """An emulated link that takes its time for each message; ``BANDWIDTH`` is one that takes it for each byte."""
 REGIMES = {
-    "smollm2": Case(SMOLLM2, NATURAL, LOGNORMAL),
-    "smollm2-bandwidth": Case(SMOLLM2, BANDWIDTH, LognormalBatch(64, 32, 1.0, 448)),
-    "smollm2-latency": Case(SMOLLM2, LATENCY, LognormalBatch(64, 32, 1.0, 448)),
-    "wide": Case(WIDE, NATURAL, LOGNORMAL),
-    "wide-bandwidth": Case(WIDE, BANDWIDTH, CAPPED),
-    "wide-latency": Case(WIDE, LATENCY, LOGNORMAL),
+    "smollm2": DemoCase(SMOLLM2, NATURAL, LOGNORMAL),
+    "smollm2-bandwidth": DemoCase(SMOLLM2, BANDWIDTH, LognormalBatch(64, 32, 1.0, 448)),
+    "smollm2-latency": DemoCase(SMOLLM2, LATENCY, LognormalBatch(64, 32, 1.0, 448)),
+    "wide": DemoCase(WIDE, NATURAL, LOGNORMAL),
+    "wide-bandwidth": DemoCase(WIDE, BANDWIDTH, CAPPED),
+    "wide-latency": DemoCase(WIDE, LATENCY, LOGNORMAL),
 }
 
 
-def sweep(case: Case, model: Path, budget: str, speaker: Speaker) -> Path:
+def sweep(case: DemoCase, model: Path, budget: str, speaker: Speaker) -> Path:
     """The profile of this model over this link; a sweep that was interrupted goes on."""
     out = CACHE / "profiles" / f"rollout-{model.name}-{case.link.replace(':', '_')}.json"
     return contest.sweep_profile(case, model, out, budget, GRID, speaker, None)
@@ -56,7 +56,7 @@ def ratios(times: list[StepTime]) -> dict[int, float]:
     return {time.requests: round(time.seconds[str(HIGH)] / time.seconds[str(LOW)], 2) for time in times}
 
 
-def figures(case: Case, result: Result) -> dict:
+def figures(case: DemoCase, result: ContestResult) -> dict:
     """Figures of a case, for ``--json``."""
     return {
         "link": case.link,
@@ -76,13 +76,13 @@ def figures(case: Case, result: Result) -> dict:
     }
 
 
-def gains(result: Result, name: str) -> list[float]:
+def gains(result: ContestResult, name: str) -> list[float]:
     """Seconds of the better static layout over those of a contender, round by round."""
     best = result.list_seconds(result.static[0])
     return [one / other for one, other in zip(best, result.list_seconds(name), strict=True)]
 
 
-def _switches(run: Run) -> list[dict]:
+def _switches(run: BatchRun) -> list[dict]:
     return [
         {
             "at": switch.at, "from_tp": switch.from_tp, "to_tp": switch.to_tp, "requests": switch.requests,
@@ -124,7 +124,7 @@ def main() -> int:
             played = contest.run_rounds(case, model, profile, lambda done, _: done < rounds, speaker)
         except DemoError as error:
             sys.exit(f"error: {error}")
-        case_figures = figures(case, Result(steps, played))
+        case_figures = figures(case, ContestResult(steps, played))
         results[name] = {"regime": name, "model": case.model, "tp2_over_tp1": over, "machine": machine} | case_figures
         for contender, run in case_figures["runs"].items():
             ratio = case_figures["runs"][case_figures["best_static"]]["median"] / run["median"]

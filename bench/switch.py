@@ -22,7 +22,7 @@ from pathlib import Path
 import _bench
 import _switch_commands as commands
 import _switch_figures as figures
-from _switch_figures import QUICK, SETTINGS, Setting
+from _switch_figures import QUICK, SETTINGS, SwitchSetting
 
 from profiler import launch
 from profiler.worker import Worker
@@ -38,7 +38,7 @@ LARGE = 16384
 """Tokens alive beyond which the engines are not there together: eight ranks' KV would not fit in memory."""
 
 
-def engine(model: Path, setting: Setting, pool: int, *flags: str) -> Worker:
+def engine(model: Path, setting: SwitchSetting, pool: int, *flags: str) -> Worker:
     """An engine; ``pool``: KV tokens of a replica."""
     sizes = ("--dtype", "float32", "--max-total-tokens", str(pool), "--max-running-requests", "64")
     return Worker(model, *setting.flags, *sizes, *flags)
@@ -88,7 +88,7 @@ def copy_seconds(ranks: int, size: int, repeats: int = 5) -> float:
     return seconds
 
 
-def restart(model: Path, setting: Setting, pool: int) -> dict[str, float]:
+def restart(model: Path, setting: SwitchSetting, pool: int) -> dict[str, float]:
     """Stop an engine, start one in the layout of the higher degree, prefill all requests again: seconds by part."""
     tokens, requests = setting.headline
     worker = engine(model, setting, pool)
@@ -104,7 +104,7 @@ def restart(model: Path, setting: Setting, pool: int) -> dict[str, float]:
     return {"stop": stopped_at - begun, "start": started - stopped_at, "prefill": prefill}
 
 
-def compare(model: Path, setting: Setting, rounds: int, save: Callable[[dict], None]) -> dict:
+def compare(model: Path, setting: SwitchSetting, rounds: int, save: Callable[[dict], None]) -> dict:
     """All points, both ways; then the restart.  ``save`` is given what is there after each point."""
     result: dict = {
         "flags": setting.flags, "ranks": setting.ranks, "kv_bytes_per_token": kv_bytes(model), "layers": layers(model),
@@ -130,7 +130,9 @@ def compare(model: Path, setting: Setting, rounds: int, save: Callable[[dict], N
     return result
 
 
-def measure(workers: dict[str, Worker], setting: Setting, points: list[dict], rounds: int, save: Callable) -> None:
+def measure(
+    workers: dict[str, Worker], setting: SwitchSetting, points: list[dict], rounds: int, save: Callable
+) -> None:
     """Adds switches to the points: in each round all points, at each point one way after the other.
 
     So that what the machine does in one minute falls on all of them alike.
@@ -148,7 +150,7 @@ def measure(workers: dict[str, Worker], setting: Setting, points: list[dict], ro
             save()
 
 
-def alone(worker: Worker, setting: Setting, points: list[dict], result: dict, rounds: int) -> None:
+def alone(worker: Worker, setting: SwitchSetting, points: list[dict], result: dict, rounds: int) -> None:
     """Figures of ours only: memory, lending, return to base, steps after a switch."""
     for point in points:
         point["taken"] = worker.do(commands.taken, **batch(setting, point["tokens"], point["requests"]))
@@ -162,11 +164,11 @@ def alone(worker: Worker, setting: Setting, points: list[dict], result: dict, ro
         contexts = None if contexts else pair["contexts"]
 
 
-def batch(setting: Setting, tokens: int, requests: int) -> dict[str, int]:
+def batch(setting: SwitchSetting, tokens: int, requests: int) -> dict[str, int]:
     return {"low": setting.low, "high": setting.high, "requests": requests, "tokens": tokens}
 
 
-def kv_tokens(setting: Setting, points: list[dict]) -> int:
+def kv_tokens(setting: SwitchSetting, points: list[dict]) -> int:
     """A pool for the longest single request, and for half of the tokens at most on one replica with several."""
     replicas = setting.ranks // setting.low
     return max(max(p["tokens"] // min(p["requests"], replicas), p["tokens"] // p["requests"]) for p in points) + 8192

@@ -25,7 +25,7 @@ import rollout
 from rich.console import Console
 from rich.table import Table
 
-from sglang_pat.demo.cases import MAKERS, QUICK, SMOLLM2, TINY, WIDE, Case
+from sglang_pat.demo.cases import MAKERS, QUICK, SMOLLM2, TINY, WIDE, DemoCase
 from sglang_pat.demo.contest import KV_TOKENS, LOW, POLICY, RANKS
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.predict.cost import build_predictors
@@ -61,7 +61,7 @@ class RealJob:
             correlation RHO.
     """
 
-    case: Case
+    case: DemoCase
     num_prompts: int
     num_responses: int
     rounds: int
@@ -113,7 +113,7 @@ def _given(generate: Callable[..., Any], lengths: Lengths) -> Callable[..., Any]
     return with_length
 
 
-class Contender:
+class RoundContender:
     """A way to make rounds, over-provisioned by ``eta``."""
 
     def __init__(self, name: str, server: Server, job: RealJob, eta: float) -> None:
@@ -170,9 +170,9 @@ def _model(console: Console, job: RealJob, budget: str) -> dict[str, list[dict]]
                 new_server = Server(model, *RANKS, "--adaptive-tp", *flags, max_total_tokens=KV_TOKENS)
                 servers.append(stack.enter_context(new_server))
         contenders = [
-            Contender("without", servers[0], job, 1.0),
-            Contender("tail batching", servers[0], job, 1.25),
-            Contender("tail batching, adaptive", servers[1], job, 1.25),
+            RoundContender("without", servers[0], job, 1.0),
+            RoundContender("tail batching", servers[0], job, 1.25),
+            RoundContender("tail batching, adaptive", servers[1], job, 1.25),
         ]
         for number in range(1 + job.rounds):
             for contender in contenders:
@@ -186,7 +186,7 @@ def _model(console: Console, job: RealJob, budget: str) -> dict[str, list[dict]]
     return {contender.name: contender.rounds[1:] for contender in contenders}
 
 
-def predict(contender: Contender, path: Path, adaptive: bool) -> None:
+def predict(contender: RoundContender, path: Path, adaptive: bool) -> None:
     """How long the simulator says that the same rounds take, on the profile: same prompts, same lengths."""
     profile = load(path, complete=True)
     predictor, costs = build_predictors(profile)

@@ -32,7 +32,7 @@ from sglang_pat.rollout import redraws
 from sglang_pat.rollout.records import Group
 from sglang_pat.rollout.rules import Rules
 from studies import PROFILES
-from studies.rounds import Engines, Round, Simulation
+from studies.rounds import Engines, SimulatedRound, Simulation
 from studies.shapes import Shape, parse_shape
 from studies.tail_batching import CORRELATIONS, SETTINGS
 
@@ -56,7 +56,7 @@ WEIGHED = "strict (default)"
 
 
 @dataclass(frozen=True)
-class Job:
+class EpochJob:
     """One epoch."""
 
     way: str
@@ -65,7 +65,7 @@ class Job:
     prompts: int
 
 
-def simulate(job: Job) -> dict[str, dict[str, float]]:
+def simulate(job: EpochJob) -> dict[str, dict[str, float]]:
     """Figures of one epoch, and its truth; by way: inverse-probability weights are ways of their own."""
     profile = load(PROFILES / f"{SETTING.profile}.json")
     predictor, costs = build_predictors(profile)
@@ -109,7 +109,7 @@ def summarize_weighted(lengths: np.ndarray, weights: np.ndarray) -> dict[str, fl
     }
 
 
-def compute_truth(shape: Shape, job: Job, points: int = 2000) -> tuple[float, float]:
+def compute_truth(shape: Shape, job: EpochJob, points: int = 2000) -> tuple[float, float]:
     """Mean length and share at the cap of an epoch's prompts, over all that they might answer."""
     own = ndtri((np.arange(points) + 0.5) / points)
     common = np.array([np.random.default_rng((job.seed, 2, index)).normal() for index in range(job.prompts)])
@@ -117,7 +117,7 @@ def compute_truth(shape: Shape, job: Job, points: int = 2000) -> tuple[float, fl
     return float(lengths.mean()), float((lengths >= shape.limit).mean())
 
 
-def inverse_probability(rounds: list[Round]) -> dict[str, np.ndarray]:
+def inverse_probability(rounds: list[SimulatedRound]) -> dict[str, np.ndarray]:
     """Weights of the returned groups: 1/(1 + S) and 1/S, with S of all prompts and with S of each, shrunk."""
     short = {id(group) for found in rounds if found.summary.kind == "short" for group in found.groups}
     groups = [group for found in rounds for group in found.groups]
@@ -171,7 +171,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     args = parser.parse_args()
     rhos, epochs, prompts = ((0.5,), 2, PROMPTS // 2) if args.quick else (CORRELATIONS, args.epochs, PROMPTS)
-    plan = [Job(way, rho, seed, prompts) for rho in rhos for seed in range(epochs) for way in WAYS]
+    plan = [EpochJob(way, rho, seed, prompts) for rho in rhos for seed in range(epochs) for way in WAYS]
     by: dict[tuple[float, str], list[dict[str, float]]] = {}
     with ProcessPoolExecutor(args.jobs) as pool:
         for job, epoch in zip(plan, track(pool.map(simulate, plan), "epochs", len(plan)), strict=True):

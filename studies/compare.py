@@ -23,7 +23,7 @@ from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile, describe_thinness, load
 from sglang_pat.tools.commands import Parser, UsageError, run
 from studies.shapes import NAMED, Shape, parse_shape
-from studies.simulate import SPACING, Batch, Drain, Run, SimulatedReports, describe_queueing, find_best_run
+from studies.simulate import SPACING, Batch, Drain, SimulatedReports, SimulatedRun, describe_queueing, find_best_run
 
 SIMULATED = tuple(name for name in POLICIES if name != "schedule")
 
@@ -59,7 +59,7 @@ class Workload:
 
 
 @dataclass
-class Machine:
+class ProfiledMachine:
     """A profile with its predictor and switch costs."""
 
     profile: Profile
@@ -104,15 +104,15 @@ AS_IS = ", profile as is"
 
 
 def compare(
-    machine: Machine,
+    machine: ProfiledMachine,
     workload: Workload,
     policies: list[str],
     spacing: int = SPACING,
     *,
-    believed: Machine | None = None,
+    believed: ProfiledMachine | None = None,
     noise: float | None = None,
     calibration: float | None = None,
-) -> dict[str, list[Run]]:
+) -> dict[str, list[SimulatedRun]]:
     """Runs of every policy, by round; ``oracle`` is always among them.
 
     Args:
@@ -140,7 +140,7 @@ def compare(
     if calibration is not None:
         for reported in reports.values():
             reported.calibrate(machine.predictor, machine.profile.fingerprint.num_ranks, calibration)
-    runs: dict[str, list[Run]] = {name: [] for name in [*policies, "oracle"]}
+    runs: dict[str, list[SimulatedRun]] = {name: [] for name in [*policies, "oracle"]}
     tracker = RoundTracker()
     for batch in workload.make_batches():
         for _ in batch.length:
@@ -157,13 +157,13 @@ def compare(
     return runs
 
 
-def compute_regrets(runs: dict[str, list[Run]], name: str) -> np.ndarray:
+def compute_regrets(runs: dict[str, list[SimulatedRun]], name: str) -> np.ndarray:
     """Time beyond the oracle's as a share of it, by round, ``[rounds]``."""
     best = np.array([run.seconds for run in runs["oracle"]])
     return np.array([run.seconds for run in runs[name]]) / best - 1
 
 
-def make_table(runs: dict[str, list[Run]], title: str) -> Table:
+def make_table(runs: dict[str, list[SimulatedRun]], title: str) -> Table:
     """One line a policy: means over rounds.  ``survival`` also without the first round, before which it knows nothing.
 
     Regret: time beyond the oracle's, as a share of it.
@@ -206,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
             raise UsageError(f"--{name} {value}: must be at least 1")
     if not 0 <= args.rho <= 1:
         raise UsageError(f"--rho {args.rho}: must be from 0 to 1")
-    machine = Machine(load(args.profile, complete=True))
+    machine = ProfiledMachine(load(args.profile, complete=True))
     policies = [name for name in dict.fromkeys(args.policies.split(",")) if name != "oracle"]
     try:
         for name in policies:

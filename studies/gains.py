@@ -39,7 +39,7 @@ from sglang_pat.tools.commands import Parser, UsageError, run
 from studies import modelled
 from studies.modelled import A3B, A40, H100, L40S, LLAMA, QWEN, QWEN_32B, RANKS, Machine, ModelSize
 from studies.shapes import Shape, parse_shape
-from studies.starts import CORRELATION, GROUP, PROMPT, Generation, Node, make_load, make_snapshot
+from studies.starts import CORRELATION, GROUP, PROMPT, Node, SimulatedGeneration, make_load, make_snapshot
 
 ROOT = Path(__file__).resolve().parents[1]
 STORED, README = Path(__file__).with_suffix(".json"), ROOT / "README.md"
@@ -82,7 +82,7 @@ class Rounds:
 
 
 @dataclass(frozen=True)
-class Task:
+class GainTask:
     machine: str
     model: str
     tp: int
@@ -116,7 +116,7 @@ def make_node(machine: Machine, model: ModelSize, base_tp: int) -> Node:
     return Node(model=model, times=times, profile=profile, room=room, costs=costs, policy=policy)
 
 
-def study(task: Task) -> Rounds:
+def study(task: GainTask) -> Rounds:
     """All rounds of one layout; the same lengths for all."""
     machine, model, shape = MACHINES[task.machine], MODELS[task.model], parse_shape(task.lengths)
     node = make_node(machine, model, task.tp if task.adaptive else list_degrees(machine, model, shape)[0])
@@ -128,14 +128,14 @@ def study(task: Task) -> Rounds:
     for _ in range(task.rounds):
         lengths = shape.draw(task.size, CORRELATION, GROUP, random)
         if not task.adaptive:
-            course = Generation(node, lengths, shape.limit, task.tp, LengthHistory()).run()
+            course = SimulatedGeneration(node, lengths, shape.limit, task.tp, LengthHistory()).run()
             measured.seconds.append(round(course.seconds, 3))
             continue
         rule = starts.get_start_degree(RoundKind("", task.size))
         coming = make_load(task.size, shape.limit, np.zeros(task.size, dtype=int))
         snapshot = make_snapshot(node, task.tp, task.size, coming=coming, start=rule.tp)
         chosen = node.policy(snapshot, history).tp
-        course = Generation(node, lengths, shape.limit, chosen, history, node.policy, rule.tp).run()
+        course = SimulatedGeneration(node, lengths, shape.limit, chosen, history, node.policy, rule.tp).run()
         rule.observe(course.retracted, int(lengths.sum()), course.seconds)
         switches += len(course.switches)
         measured.seconds.append(round(course.seconds + node.costs.estimate(task.tp, chosen).seconds, 3))
@@ -196,13 +196,13 @@ def collect(done: list[Rounds]) -> Found:
     return gains_by_case
 
 
-def plan(lengths: str, rounds: int, sizes: tuple[int, ...], seed: int) -> list[Task]:
-    tasks, shape = list[Task](), parse_shape(lengths)
+def plan(lengths: str, rounds: int, sizes: tuple[int, ...], seed: int) -> list[GainTask]:
+    tasks, shape = list[GainTask](), parse_shape(lengths)
     for machine, on in MACHINES.items():
         for model, of in MODELS.items():
             degrees = list_degrees(on, of, shape)
             cases = [(tp, False) for tp in degrees] + [(tp, True) for tp in degrees if tp < RANKS]
-            tasks += [Task(machine, model, *case, size, rounds, lengths, seed) for case in cases for size in sizes]
+            tasks += [GainTask(machine, model, *case, size, rounds, lengths, seed) for case in cases for size in sizes]
     return tasks
 
 

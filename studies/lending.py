@@ -41,10 +41,10 @@ from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.predict.profile import load
 from sglang_pat.tools.commands import Parser, run
 from studies import PROFILES
-from studies.compare import Machine, Workload
+from studies.compare import ProfiledMachine, Workload
 from studies.shapes import parse_shape
 from studies.simulate import Batch, describe_queueing
-from studies.training import Step, StepReplay
+from studies.training import SimulatedStep, StepReplay
 
 MACHINES = (
     "8xH100-llama3.1-8b", "8xH100-qwen3-14b", "8xH100-qwen2.5-32b", "8xH100-qwen3-30b-a3b", "8xA40-llama3.1-8b",
@@ -72,7 +72,7 @@ GOAL, GOAL_IF_WRONG = 0.02, 0.05
 
 
 @dataclass(frozen=True)
-class Cell:
+class LendingCell:
     """Mean figures of some steps: seconds by way; of ours, shares of the training that is hidden and of the round in
     which ranks are lent, and the most that KV took of the room of the ranks that stayed."""
 
@@ -94,11 +94,11 @@ class Cell:
 
 
 @cache
-def make_machine(name: str) -> Machine:
-    return Machine(load(PROFILES / f"{name}.json", complete=True))
+def make_machine(name: str) -> ProfiledMachine:
+    return ProfiledMachine(load(PROFILES / f"{name}.json", complete=True))
 
 
-def replay(machine: Machine, batch: Batch, share: float) -> StepReplay:
+def replay(machine: ProfiledMachine, batch: Batch, share: float) -> StepReplay:
     """Replay of a step whose training takes this share of its round in the base layout."""
     fingerprint = machine.profile.fingerprint
 
@@ -112,7 +112,7 @@ def replay(machine: Machine, batch: Batch, share: float) -> StepReplay:
     return make(share * rollout / float((batch.prompt + batch.length).sum()))
 
 
-def study(task: tuple[str, str, float, int, str, int]) -> Cell | None:
+def study(task: tuple[str, str, float, int, str, int]) -> LendingCell | None:
     """One cell; None if its batch does not fit."""
     name, shape, rho, batch, training, seed = task
     machine = make_machine(name)
@@ -125,7 +125,7 @@ def study(task: tuple[str, str, float, int, str, int]) -> Cell | None:
         machine.predictor, machine.costs, fingerprint.num_ranks, fingerprint.degrees, fingerprint.max_running
     )
     without, fixed, ours = LengthHistory(), LengthHistory(), LengthHistory()
-    steps_by_way: dict[str, list[Step]] = {way: [] for way in WAYS}
+    steps_by_way: dict[str, list[SimulatedStep]] = {way: [] for way in WAYS}
     rollouts: list[float] = []
     for drawn in workload.make_batches():
         step = replay(machine, drawn, TRAINING[training])
@@ -139,7 +139,7 @@ def study(task: tuple[str, str, float, int, str, int]) -> Cell | None:
         rollouts.append(step.training_seconds)
     seconds = {way: np.array([one.seconds for one in steps]) for way, steps in steps_by_way.items()}
     lent_steps = steps_by_way["ours"]
-    return Cell(
+    return LendingCell(
         machine=name, shape=shape, rho=rho, batch=batch, training=training,
         seconds={way: float(each.mean()) for way, each in seconds.items()},
         worst=float((seconds["ours"] / seconds["adaptive"]).max() - 1),
@@ -268,7 +268,7 @@ HEADS = (
 )  # fmt: skip
 
 
-def list_rows(cells: list[Cell]) -> list[tuple[str, ...]]:
+def list_rows(cells: list[LendingCell]) -> list[tuple[str, ...]]:
     """A line a cell, as the page has it."""
     return [
         (
@@ -283,7 +283,7 @@ def list_rows(cells: list[Cell]) -> list[tuple[str, ...]]:
 TOTALS = ("cells", "50%", "adaptive", "ours", "oracle", "ours, worst step", "hidden", "lent", "steps lent", "KV, most")
 
 
-def list_totals(cells: list[Cell], by: str) -> list[tuple[str, ...]]:
+def list_totals(cells: list[LendingCell], by: str) -> list[tuple[str, ...]]:
     """Means over cells, a line a value of ``by``: times as fast as ``base`` (50%, adaptive) and as ``adaptive``."""
     lines: list[tuple[str, ...]] = []
     for key in dict.fromkeys(getattr(cell, by) for cell in cells):
@@ -306,7 +306,7 @@ def make_table(title: str, heads: tuple[str, ...]) -> Table:
     return table
 
 
-def format_cells(cells: list[Cell]) -> Table:
+def format_cells(cells: list[LendingCell]) -> Table:
     """Seconds of a step, cell by cell."""
     table = make_table("seconds of a step (simulated)", HEADS)
     for line in list_rows(cells):
@@ -314,7 +314,7 @@ def format_cells(cells: list[Cell]) -> Table:
     return table
 
 
-def format_totals(cells: list[Cell]) -> Table:
+def format_totals(cells: list[LendingCell]) -> Table:
     table = make_table(
         "times as fast (simulated): 50% and adaptive over base, ours and oracle over adaptive", ("", *TOTALS)
     )

@@ -23,7 +23,7 @@ from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.predict.profile import load
 from sglang_pat.tools.commands import Parser, run
 from studies import PROFILES, modelled
-from studies.compare import Machine, Workload
+from studies.compare import ProfiledMachine, Workload
 from studies.shapes import Shape, parse_shape
 from studies.simulate import Batch
 
@@ -99,12 +99,12 @@ def list_settings(rounds: int) -> list[dict]:
     return rows
 
 
-def _from_tp2(path: Path) -> Machine:
+def _from_tp2(path: Path) -> ProfiledMachine:
     """The profile with PAT's start: TP2."""
     profile = load(path, complete=True)
     degrees = tuple(tp for tp in profile.fingerprint.degrees if tp >= 2)
     fingerprint = msgspec.structs.replace(profile.fingerprint, base_tp=2, degrees=degrees)
-    return Machine(msgspec.structs.replace(profile, fingerprint=fingerprint))
+    return ProfiledMachine(msgspec.structs.replace(profile, fingerprint=fingerprint))
 
 
 def draw_batches(shape: Shape, rounds: int) -> list[Batch]:
@@ -123,7 +123,7 @@ def fit_mu(cap: int, tokens: float, rounds: int) -> float:
     return (low + high) / 2
 
 
-def _seconds(theirs: Machine, ours: Machine, cap: int, rounds: int, mu: float = MU) -> dict[str, float]:
+def _seconds(theirs: ProfiledMachine, ours: ProfiledMachine, cap: int, rounds: int, mu: float = MU) -> dict[str, float]:
     reached = draw_batches(parse_shape(f"lognormal:{mu},{SIGMA},{cap}"), rounds)
     times: dict[str, list[float]] = {"tokens": [float(batch.length.sum()) for batch in reached]}
     histories = {"survival, PAT's costs": LengthHistory(), "survival, our costs": LengthHistory()}

@@ -29,7 +29,7 @@ from rich.table import Table
 from sglang_pat.predict.profile import load
 from sglang_pat.tools.commands import Parser, run
 from studies import PROFILES, pat_settings, wrong_profiles
-from studies.compare import KNOWN, Machine, Workload, compare, compute_regrets
+from studies.compare import KNOWN, ProfiledMachine, Workload, compare, compute_regrets
 from studies.shapes import NAMED, parse_shape
 from studies.simulate import describe_queueing
 
@@ -47,7 +47,7 @@ STATIC_GOAL = 0.98
 
 
 @dataclass(frozen=True)
-class Cell:
+class PolicyCell:
     """Figures of one cell: mean regrets, times as the best static layout's over the policy's, switches in a round.
 
     Policies wait for more requests in the first two rounds; after them they know how many come.  ``…_decided``: regrets
@@ -72,11 +72,11 @@ class Cell:
 
 
 @cache
-def make_machine(path: str) -> Machine:
-    return Machine(load(path, complete=True))
+def make_machine(path: str) -> ProfiledMachine:
+    return ProfiledMachine(load(path, complete=True))
 
 
-def study(task: tuple[str, str, float, int, int, int]) -> Cell | None:
+def study(task: tuple[str, str, float, int, int, int]) -> PolicyCell | None:
     """One cell; None if its batch does not fit."""
     path, shape, rho, batch, rounds, seed = task
     on = make_machine(path)
@@ -91,7 +91,7 @@ def study(task: tuple[str, str, float, int, int, int]) -> Cell | None:
     best = min(mean[name] for name in statics)
     regret = {name: compute_regrets(runs, name) for name in ("pat", "survival", "pat" + KNOWN, "survival" + KNOWN)}
     most = {name: max(len(run.switches) for run in runs[name]) for name in ("pat", "survival")}
-    return Cell(
+    return PolicyCell(
         profile=Path(path).stem,
         shape=shape,
         rho=rho,
@@ -110,7 +110,7 @@ def study(task: tuple[str, str, float, int, int, int]) -> Cell | None:
     )
 
 
-def sum_total(cells: list[Cell]) -> dict[str, float]:
+def sum_total(cells: list[PolicyCell]) -> dict[str, float]:
     """Means and extremes over cells.
 
     ``worst_reachable``: the worst ratio to the best static layout among cells where the oracle itself keeps the goal.
@@ -135,7 +135,7 @@ def sum_total(cells: list[Cell]) -> dict[str, float]:
     }
 
 
-def format_tables(cells: list[Cell]) -> tuple[Table, dict[str, dict]]:
+def format_tables(cells: list[PolicyCell]) -> tuple[Table, dict[str, dict]]:
     """Tables by profile, shape, ρ and batch, and over all."""
     table = Table(
         title="Mean regret against the oracle (decisions: round 1 is known to be complete too); best static layout's "
@@ -201,7 +201,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def study_wrong(args: argparse.Namespace, console: Console, cells: list[tuple[str, float, int]], rounds: int) -> int:
     """The study on wrong profiles; ``cells``: (shape, ρ, batch)."""
     tasks = [
-        wrong_profiles.Task(
+        wrong_profiles.WrongProfileTask(
             path=str(path), shape=shape, rho=rho, batch=batch, rounds=rounds, seed=args.seed + number,
             wrong=args.wrong, error=error, calibration=None if args.uncalibrated else args.calibration, spacing=SPACING,
         )

@@ -20,7 +20,7 @@ HALF, WITHIN = 0.5, 0.98
 PAT_COSTS = "-pat-costs"
 """Ending of the names of profiles with PAT's switch costs.  No engine here has these costs."""
 Cells = Sequence[dict]
-"""Cells of ``policies --json``: each is ``policies.Cell`` as a dict."""
+"""Cells of ``policies --json``: each is ``policies.PolicyCell`` as a dict."""
 
 
 def draw(cells: Cells, path: Path) -> Path:

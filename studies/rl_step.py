@@ -41,9 +41,9 @@ from sglang_pat.rollout.rules import Rules
 from sglang_pat.tools import pictures
 from sglang_pat.tools.commands import Parser, UsageError, run
 from studies import PROFILES, step_picture
-from studies.rounds import Engines, Round, Simulation
+from studies.rounds import Engines, SimulatedRound, Simulation
 from studies.shapes import parse_shape
-from studies.tail_batching import SETTINGS, Setting, Slower
+from studies.tail_batching import SETTINGS, PaperSetting, Slower
 
 ROWS = ("plain", "tail batching", "rewards", "adaptive TP", "stream")
 REPORTED = {
@@ -74,7 +74,7 @@ ENDLESS, WRONG = 0.05, 0.4
 """Shares of programs that never end (Fig. 7a), and of other wrong ones."""
 
 
-class Rewards:
+class RewardTimes:
     """Seconds that the reward of a sample takes; workers are enough for all that come.
 
     Args:
@@ -103,11 +103,11 @@ class Rewards:
 
 
 @dataclass(frozen=True)
-class Job:
+class StepJob:
     """One simulation: so many ``rounds`` count, after some that fill the queue; ``seconds_per_token`` of training on
     all ranks of a node."""
 
-    setting: Setting
+    setting: PaperSetting
     row: str
     rounds: int
     seed: int
@@ -137,7 +137,7 @@ class Stages:
         return self.rollout + self.reward + self.training
 
 
-def simulate(job: Job) -> Stages:
+def simulate(job: StepJob) -> Stages:
     """One row in one setting, with one seed."""
     setting, level = job.setting, ROWS.index(job.row)
     profile = load(PROFILES / f"{setting.profile}.json", complete=True)
@@ -154,7 +154,7 @@ def simulate(job: Job) -> Stages:
         lending=make_lending_policy(**policies, num_ranks=fingerprint.num_ranks, degrees=fingerprint.degrees)
         if streams else None,
         seconds_per_token=job.seconds_per_token, setup=SETUP,
-        reward_seconds=Rewards(job.seed, TimeLimits() if overlaps else None),
+        reward_seconds=RewardTimes(job.seed, TimeLimits() if overlaps else None),
     )  # fmt: skip
     eta = 1.25 if level >= 1 else 1.0
     rules = Rules(
@@ -181,7 +181,7 @@ def simulate(job: Job) -> Stages:
     )
 
 
-def _count_reward_seconds(found: Round, overlaps: bool) -> float:
+def _count_reward_seconds(found: SimulatedRound, overlaps: bool) -> float:
     """Seconds from the end of the rollout to the last reward."""
     if not overlaps:
         return max(took for _, took in found.rewards)
@@ -191,7 +191,7 @@ def _count_reward_seconds(found: Round, overlaps: bool) -> float:
 def measure_training(rounds: int, seeds: Sequence[int]) -> dict[str, float]:
     """Seconds of training a token on all ranks of a node, by setting: for the 14B from the paper's shares, for the
     others by parameters."""
-    plain = [simulate(Job(MEASURED, "plain", rounds, seed, 0.0)) for seed in seeds]
+    plain = [simulate(StepJob(MEASURED, "plain", rounds, seed, 0.0)) for seed in seeds]
     nodes = MEASURED.gpus // 8
     base = TRAINING_SHARE * nodes * mean(one.rollout for one in plain) / mean(one.tokens for one in plain)
     return {setting.name: base * PARAMETERS[setting.name] / PARAMETERS[MEASURED.name] for setting in SETTINGS}
@@ -204,7 +204,7 @@ Found = dict[str, dict[str, list[Stages]]]
 def simulate_all(rounds: int, seeds: Sequence[int], jobs: int | None) -> Found:
     per_token = measure_training(rounds, seeds)
     plan = [
-        Job(setting, row, rounds, seed, per_token[setting.name]) for setting in SETTINGS for row in ROWS
+        StepJob(setting, row, rounds, seed, per_token[setting.name]) for setting in SETTINGS for row in ROWS
         for seed in seeds
     ]  # fmt: skip
     with ProcessPoolExecutor(jobs) as pool:

@@ -39,7 +39,7 @@ from sglang_pat.rollout.records import (
 from sglang_pat.rollout.rules import Rules
 from studies.shapes import Shape
 from studies.training import ASK_SECONDS as LENDING_SECONDS
-from studies.training import Trainer
+from studies.training import SimulatedTrainer
 
 ASK_SECONDS = 0.25
 """Time between two questions to a policy."""
@@ -188,7 +188,7 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class Round:
+class SimulatedRound:
     """Seconds of a round, its summary, the groups that it returned, number of switches.
 
     Attributes:
@@ -239,7 +239,7 @@ class Simulation:
         self.admitter.feed([((0, self._fed + place), None) for place in range(count)], end_of=end)
         self._fed += count
 
-    def run_round(self, version: int) -> Round:
+    def run_round(self, version: int) -> SimulatedRound:
         """One round; the next one begins at once."""
         self._feed_prompts()
         begun = self._begun = self.now
@@ -279,7 +279,7 @@ class Simulation:
                 self.admitter.record_finished(sample, self._make_output(sample, length - self._had[sample], "stop"))
             )
         seconds = self.now - begun
-        return Round(
+        return SimulatedRound(
             seconds=seconds,
             summary=self.admitter.record_round_time(self._over.summary, seconds),
             groups=self._returned,
@@ -297,9 +297,9 @@ class Simulation:
     def count_training_tokens(self, group: Group) -> int:
         return sum(self.prompt_tokens + sample.output.tokens for sample in group.list_kept())
 
-    def run_epoch(self) -> list[Round]:
+    def run_epoch(self) -> list[SimulatedRound]:
         """Run all rounds of ``prompts``."""
-        rounds: list[Round] = []
+        rounds: list[SimulatedRound] = []
         while self._fed < self._prompts or self.admitter.epoch is not None:
             rounds.append(self.run_round(len(rounds)))
         return rounds
@@ -474,7 +474,7 @@ class _Loan:
     """Loan of a node's ranks in a round: whether they are lent, since when, and how long; samples that were complete
     when the policy was asked."""
 
-    trainer: Trainer = field(default_factory=Trainer)
+    trainer: SimulatedTrainer = field(default_factory=SimulatedTrainer)
     lent: bool = False
     closing: bool = False
     returned: bool = False

@@ -49,7 +49,7 @@ class Batch:
 
 
 @dataclass
-class Run:
+class SimulatedRun:
     """What happened: total seconds; switches as (token index, from, to, seconds of pause)."""
 
     seconds: float
@@ -132,10 +132,10 @@ class Drain:
         """Numbers of the requests that still run at a point."""
         return np.flatnonzero(self.batch.length > self.points[point])
 
-    def run_static(self, tp: int) -> Run:
-        return Run(seconds=float(self.seconds(tp, 0)[-1]))
+    def run_static(self, tp: int) -> SimulatedRun:
+        return SimulatedRun(seconds=float(self.seconds(tp, 0)[-1]))
 
-    def run_schedule(self, schedule: list[tuple[int, int]]) -> Run:
+    def run_schedule(self, schedule: list[tuple[int, int]]) -> SimulatedRun:
         """Time with given switches: (point, tp) in order, from the base layout."""
         changes = dict(schedule)
 
@@ -146,7 +146,7 @@ class Drain:
 
     def run_policy(
         self, policy: Policy, history: LengthHistory, complete: bool = False, reports: SimulatedReports | None = None
-    ) -> Run:
+    ) -> SimulatedRun:
         """Time with a policy that is asked at every point; it sees, and ``history`` learns, what an engine would.
 
         Args:
@@ -216,12 +216,12 @@ class Drain:
             ),
         )
 
-    def _drive(self, decide: Callable[[int, float, int, float, int], int], deals: bool) -> Run:
+    def _drive(self, decide: Callable[[int, float, int, float, int], int], deals: bool) -> SimulatedRun:
         """Run the batch; ``decide``: the degree to be in, for (point, now, degree in force, end of the last switch,
         last deal); ``deals``: lowering tp deals requests anew."""
         tp, begun, since, last_switch, dealt = self.degrees[0], 0.0, 0, float("-inf"), 0
         elapsed = self.seconds(tp, 0)
-        run = Run(seconds=0.0)
+        run = SimulatedRun(seconds=0.0)
         for point in range(len(self.points) - 1):
             now = begun + float(elapsed[point - since])
             chosen = decide(point, now, tp, last_switch, dealt)
@@ -235,7 +235,7 @@ class Drain:
         return run
 
 
-def find_best_run(drain: Drain) -> Run:
+def find_best_run(drain: Drain) -> SimulatedRun:
     """The best schedule of switches for a batch whose lengths are known: what any policy's time is measured against.
 
     Least total time from the base layout, by dynamic programming over (point, layout).

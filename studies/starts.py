@@ -105,7 +105,7 @@ def make_node(name: str, base_tp: int, slow_reduce: bool) -> Node:
 
 
 @dataclass
-class Course:
+class SimulatedCourse:
     """How a round went: seconds, switches as (seconds, degree), samples put back for want of room."""
 
     seconds: float = 0.0
@@ -113,7 +113,7 @@ class Course:
     retracted: int = 0
 
 
-class Generation:
+class SimulatedGeneration:
     """A round of ``lengths`` responses on a node from one degree on.
 
     Args:
@@ -134,13 +134,13 @@ class Generation:
         self.node, self.lengths, self.limit, self.tp = node, lengths, limit, tp
         self._policy, self._history = policy, history
         self._least, self._last_switch = least, float("-inf")
-        self.course, self.now = Course(), 0.0
+        self.course, self.now = SimulatedCourse(), 0.0
         self._replicas = self._make(tp)
         for number, length in enumerate(lengths):
             sample = SampleId(0, number // GROUP, number, 0)
             self._replicas[number % len(self._replicas)].add(sample, PROMPT, int(length), 0.0)
 
-    def run(self) -> Course:
+    def run(self) -> SimulatedCourse:
         asked, left = 0.0, len(self.lengths)
         while left:
             replica = min(self._replicas, key=lambda replica: replica.due)
@@ -216,7 +216,7 @@ def make_snapshot(node: Node, tp: int, requests: int, **more: object) -> Snapsho
 
 
 @dataclass(frozen=True)
-class Cell:
+class StartCell:
     """A setting, and what its rounds took: one number a round in each list, in seconds where no other unit is said.
 
     Attributes:
@@ -268,13 +268,15 @@ Task = tuple[str, int, bool, int, int, int, int]
 """(model, base degree, slow all-reduce, samples, cap, rounds, seed)."""
 
 
-def study(task: Task) -> Cell:
+def study(task: Task) -> StartCell:
     name, base_tp, slow_reduce, samples, cap, rounds, seed = task
     node = make_node(name, base_tp, slow_reduce)
     degrees = tuple(node.profile.fingerprint.degrees)
     shape, random = parse_shape(f"lognormal:7.919,0.885,{cap}"), np.random.default_rng(seed)
     history, starts = LengthHistory(), StartDegrees(degrees)
-    cell = Cell(name, base_tp, slow_reduce, samples, cap, [], [], [], *({tp: [] for tp in degrees} for _ in range(3)))
+    cell = StartCell(
+        name, base_tp, slow_reduce, samples, cap, [], [], [], *({tp: [] for tp in degrees} for _ in range(3))
+    )
     for _ in range(rounds):
         lengths = shape.draw(samples, CORRELATION, GROUP, random)
         rule = starts.get_start_degree(RoundKind("", samples))
@@ -285,10 +287,10 @@ def study(task: Task) -> Cell:
         learnt = history
         for tp in degrees:
             learning = deepcopy(history)
-            course = Generation(node, lengths, cap, tp, learning, node.policy, rule.tp).run()
+            course = SimulatedGeneration(node, lengths, cap, tp, learning, node.policy, rule.tp).run()
             cell.started[tp].append(course.seconds + node.costs.estimate(base_tp, tp).seconds)
             cell.retracted[tp].append(course.retracted)
-            cell.static[tp].append(Generation(node, lengths, cap, tp, LengthHistory()).run().seconds)
+            cell.static[tp].append(SimulatedGeneration(node, lengths, cap, tp, LengthHistory()).run().seconds)
             if tp == chosen:
                 learnt = learning
                 rule.observe(course.retracted, int(lengths.sum()), course.seconds)
@@ -325,7 +327,7 @@ def format_steps(name: str) -> Table:
     return table
 
 
-def format_rounds(cells: list[Cell], slow_reduce: bool) -> Table:
+def format_rounds(cells: list[StartCell], slow_reduce: bool) -> Table:
     """Means of the rounds, as text."""
     after = "; all-reduces of 6, 8, 11 µs on 2, 4, 8 ranks" if slow_reduce else ""
     table = Table(title=f"Seconds a round, mean{after} (modelled)", title_justify="left")

@@ -39,7 +39,7 @@ BOUND = 8
 
 
 @dataclass(frozen=True)
-class Setting:
+class PaperSetting:
     """One of RollPacker's (section 6.1), on the profile that is nearest to it.
 
     Attributes:
@@ -63,17 +63,17 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("7B, 8K", "8xH100-llama3.1-8b", 16, 1, 8192, 1.30),
-    Setting("14B, 16K", "8xH100-qwen3-14b", 32, 2, 16384, 1.48),
-    Setting("32B, 32K", "8xH100-qwen3-14b", 64, 2, 32768, 2.21, slower=32.5 / 14.8),
+    PaperSetting("7B, 8K", "8xH100-llama3.1-8b", 16, 1, 8192, 1.30),
+    PaperSetting("14B, 16K", "8xH100-qwen3-14b", 32, 2, 16384, 1.48),
+    PaperSetting("32B, 32K", "8xH100-qwen3-14b", 64, 2, 32768, 2.21, slower=32.5 / 14.8),
 )
 
 
 @dataclass(frozen=True)
-class Job:
+class RoundsJob:
     """One simulation, in which ``rounds`` rounds count, after some that fill the queue."""
 
-    setting: Setting
+    setting: PaperSetting
     rho: float
     mode: str
     eta_prompts: float
@@ -99,7 +99,7 @@ class Slower:
         return self._factor * self._predictor.step_seconds(*args, **kwargs)
 
 
-def simulate(job: Job) -> dict:
+def simulate(job: RoundsJob) -> dict:
     """Mean seconds of a round, rounds by kind, switches a round, tokens thrown away over all, tokens returned a s."""
     setting = job.setting
     profile = load(PROFILES / f"{setting.profile}.json", complete=True)
@@ -151,7 +151,7 @@ WAYS = {
 """Ways to be compared for each distribution of lengths: η_P, η_R, whether ``unbiased``."""
 
 
-def list_length_shapes(middle: Setting) -> dict[str, str]:
+def list_length_shapes(middle: PaperSetting) -> dict[str, str]:
     """Shapes of lengths, by name: what tail batching gains depends on them more than on all else."""
     return {
         "RollPacker": middle.compute_lengths,
@@ -160,40 +160,40 @@ def list_length_shapes(middle: Setting) -> dict[str, str]:
     }
 
 
-def plan_simulations(rounds: int, settings: tuple[Setting, ...], middle: Setting) -> dict[tuple, Job]:
+def plan_simulations(rounds: int, settings: tuple[PaperSetting, ...], middle: PaperSetting) -> dict[tuple, RoundsJob]:
     """All simulations, by what they are for."""
-    plan: dict[tuple, Job] = {}
+    plan: dict[tuple, RoundsJob] = {}
     for setting in settings:
         for rho in CORRELATIONS:
-            plan["base", setting.name, rho] = Job(setting, rho, "strict", 1.0, 1.0, rounds)
-            plan["strict", setting.name, rho] = Job(setting, rho, "strict", 1.25, 1.25, rounds)
-            for name, bound in (("reorder", BOUND), ("reorder, unforced", Job.max_deferrals)):
-                job = Job(setting, rho, "reorder", 1.25, 1.0, rounds, max_deferrals=bound)
+            plan["base", setting.name, rho] = RoundsJob(setting, rho, "strict", 1.0, 1.0, rounds)
+            plan["strict", setting.name, rho] = RoundsJob(setting, rho, "strict", 1.25, 1.25, rounds)
+            for name, bound in (("reorder", BOUND), ("reorder, unforced", RoundsJob.max_deferrals)):
+                job = RoundsJob(setting, rho, "reorder", 1.25, 1.0, rounds, max_deferrals=bound)
                 plan[name, setting.name, rho] = job
             # Adaptive TP works on one node: a node's share of the batch.
             share = dict(num_prompts=8 * 128 // setting.gpus, nodes=1)
             for name, eta in (("base", 1.0), ("strict", 1.25)):
                 for adaptive in (False, True):
                     key = f"{name} on a node{', adaptive' if adaptive else ''}"
-                    job = Job(setting, rho, "strict", eta, eta, rounds, **share, adaptive=adaptive)
+                    job = RoundsJob(setting, rho, "strict", eta, eta, rounds, **share, adaptive=adaptive)
                     plan[key, setting.name, rho] = job
     for rho in CORRELATIONS:
         for eta in ETAS[1:]:
-            plan["prompts", eta, rho] = Job(middle, rho, "strict", eta, 1.0, rounds)
-            plan["responses", eta, rho] = Job(middle, rho, "strict", 1.0, eta, rounds)
-            plan["both", eta, rho] = Job(middle, rho, "strict", eta, eta, rounds)
+            plan["prompts", eta, rho] = RoundsJob(middle, rho, "strict", eta, 1.0, rounds)
+            plan["responses", eta, rho] = RoundsJob(middle, rho, "strict", 1.0, eta, rounds)
+            plan["both", eta, rho] = RoundsJob(middle, rho, "strict", eta, eta, rounds)
         bounded = dict(num_prompts=64, nodes=4, max_deferrals=BOUND)
         for lengths, shape in list_length_shapes(middle).items():
             for way, (eta_p, eta_r, unbiased) in WAYS.items():
-                job = Job(middle, rho, "strict", eta_p, eta_r, rounds, unbiased=unbiased, shape=shape, **bounded)
+                job = RoundsJob(middle, rho, "strict", eta_p, eta_r, rounds, unbiased=unbiased, shape=shape, **bounded)
                 plan[way, lengths, rho] = job
         for mode, eta_p, eta_r in (("base", 1.0, 1.0), ("strict", 1.25, 1.25), ("reorder", 1.25, 1.0)):
-            job = Job(middle, rho, "strict" if mode == "base" else mode, eta_p, eta_r, rounds, **bounded)
+            job = RoundsJob(middle, rho, "strict" if mode == "base" else mode, eta_p, eta_r, rounds, **bounded)
             plan[f"{mode}, bounded", middle.name, rho] = job
     return plan
 
 
-def replay(rounds: int, settings: tuple[Setting, ...], jobs: int) -> dict:
+def replay(rounds: int, settings: tuple[PaperSetting, ...], jobs: int) -> dict:
     """What comes of all that is planned."""
     middle = settings[min(1, len(settings) - 1)]
     plan = plan_simulations(rounds, settings, middle)

@@ -28,7 +28,7 @@ ASK_SECONDS = 0.5
 
 
 @dataclass
-class Step:
+class SimulatedStep:
     """What happened, in seconds.
 
     Attributes:
@@ -48,7 +48,7 @@ class Step:
     switches: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
 
 
-class Trainer:
+class SimulatedTrainer:
     """Whole groups, trained one after another while ranks are lent.  Seconds of training are those on all ranks.
 
     Attributes:
@@ -125,7 +125,7 @@ class Moment:
     tp: int
     last_switch: float
     lent: bool
-    trainer: Trainer
+    trainer: SimulatedTrainer
 
 
 LayoutChoice = Callable[[Moment], int]
@@ -205,9 +205,9 @@ class StepReplay:
     def get_half_degree(self, tp: int) -> int:
         return max(degree for degree in self.half.degrees if degree <= max(tp, self.half.degrees[0]))
 
-    def run(self, choose_tp: LayoutChoice, choose_lending: LendingChoice, recompute: bool = False) -> Step:
+    def run(self, choose_tp: LayoutChoice, choose_lending: LendingChoice, recompute: bool = False) -> SimulatedStep:
         """A step; ``recompute``: a lending computes the KV that it would move."""
-        step, trainer = Step(), Trainer()
+        step, trainer = SimulatedStep(), SimulatedTrainer()
         drain, tp, begun, since, last = self.whole, self.whole.degrees[0], 0.0, 0, float("-inf")
         elapsed = drain.seconds(tp, 0)
         order = np.argsort(self.complete_at, kind="stable")
@@ -257,7 +257,7 @@ class StepReplay:
 
     # -- what decides ----------------------------------------------------------------------------------
 
-    def run_static(self, tp: int, share: float | None = None) -> Step:
+    def run_static(self, tp: int, share: float | None = None) -> SimulatedStep:
         """One degree to the end; half of the ranks lent when this share of the requests has ended, as in RollPacker's
         artifact: KV is computed anew, and ranks come back at the end.  None: never."""
         lending = never_lend if share is None else self._lend_at(share)
@@ -279,7 +279,7 @@ class StepReplay:
         history: LengthHistory,
         share: float | None = None,
         believe: Callable[[Training], Training] | None = None,
-    ) -> Step:
+    ) -> SimulatedStep:
         """A step with a policy for the degree, and one for lending (None: never; with ``share``: at this share of the
         requests).  They see, and ``history`` learns, what an engine and its client would; ``believe``: what a client
         says of the training that is known right.
@@ -353,7 +353,7 @@ class StepReplay:
 
     # -- the oracle ------------------------------------------------------------------------------------
 
-    def run_best(self, moments: int = 60) -> Step:
+    def run_best(self, moments: int = 60) -> SimulatedStep:
         """The best step for one who knows all lengths: the best moments to lend and to take back, and the best layouts
         around them.
 
@@ -384,7 +384,7 @@ class StepReplay:
             return self.run(lambda moment: int(before.held[moment.point]), never_lend)
         return self._run_schedule(before, onward[start], plain, start, stop)
 
-    def _run_schedule(self, before: _Path, onward: _Path, plain: _Best, start: int, stop: int) -> Step:
+    def _run_schedule(self, before: _Path, onward: _Path, plain: _Best, start: int, stop: int) -> SimulatedStep:
         """Ranks are lent at one point, and taken back at another one or as soon as the trainer lets them go."""
         back = stop
         after: _Path | None = None

@@ -66,7 +66,7 @@ class LognormalBatch:
 
 
 @dataclass(frozen=True)
-class Case:
+class DemoCase:
     """A model, an emulated link (µs:GB/s) or :data:`NATURAL`, and the work."""
 
     model: str
@@ -111,7 +111,7 @@ MAKERS: dict[str, Callable[[], Path]] = {SMOLLM2: _make_smollm2, WIDE: _make_wid
 BANDWIDTH = "5:0.03"
 """A link with which tp2 over tp1 is, of ``wide`` at batch 128, what TP8 over TP2 is of 8×A40 in the paper (1.26)."""
 
-CASE = Case(WIDE, BANDWIDTH, LognormalBatch(64, 24, 1.0, 320))
+CASE = DemoCase(WIDE, BANDWIDTH, LognormalBatch(64, 24, 1.0, 320))
 """The case of the demonstration.  Its link is emulated: over shared memory these two ranks are as fast in one layout
 all along."""
-QUICK = {"quick": Case(TINY, NATURAL, LognormalBatch(16, 24, 1.0, 200))}
+QUICK = {"quick": DemoCase(TINY, NATURAL, LognormalBatch(16, 24, 1.0, 200))}

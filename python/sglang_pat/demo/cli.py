@@ -18,12 +18,12 @@ from rich.table import Table
 
 from sglang_pat import files
 from sglang_pat.demo import cases
-from sglang_pat.demo.cases import Case
+from sglang_pat.demo.cases import DemoCase
 from sglang_pat.tools import console
 from sglang_pat.tools.console import Speaker
 
 if TYPE_CHECKING:
-    from sglang_pat.demo.contest import Result, StepTime
+    from sglang_pat.demo.contest import ContestResult, StepTime
 
 MINUTES = 8.0
 ROUNDS = {True: (1, 1), False: (2, 5)}
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def demonstrate(args: argparse.Namespace, place: Console) -> int:
     from sglang_pat.demo import picture
-    from sglang_pat.demo.contest import Result, predict_step_times, run_rounds, sweep_profile
+    from sglang_pat.demo.contest import ContestResult, predict_step_times, run_rounds, sweep_profile
     from sglang_pat.testing.prefork import ENVIRONMENT, Prefork
     from sglang_pat.tools.machine import describe_machine
 
@@ -96,7 +96,7 @@ def demonstrate(args: argparse.Namespace, place: Console) -> int:
         steps = predict_step_times(profile, tuple(sorted({1, 4, 16, case.work.batch})))
         speaker.say(f"  {format_step_times(steps)}")
         more = make_stop_rule(begin + 60 * args.minutes - CONCLUSION_SECONDS, *ROUNDS[args.quick])
-        result = Result(steps, run_rounds(case, model, profile, more, speaker, prefork))
+        result = ContestResult(steps, run_rounds(case, model, profile, more, speaker, prefork))
     speaker.console.print(make_table(result))
     responses = result.count_responses()
     same = f"texts equal in all layouts: {responses - result.count_different()} of {responses}"
@@ -123,7 +123,7 @@ def may_fork() -> bool:
     return shim.is_needed()
 
 
-def make_model(case: Case, speaker: Speaker) -> Path:
+def make_model(case: DemoCase, speaker: Speaker) -> Path:
     """Make the case's model, and return its folder."""
     from sglang_pat.demo.contest import DemoError
 
@@ -139,7 +139,7 @@ def make_stop_rule(over: float, least: int, most: int) -> Callable[[int, float],
     return lambda done, longest: done < least or (done < most and time.monotonic() + longest < over)
 
 
-def format_headline(result: Result) -> str:
+def format_headline(result: ContestResult) -> str:
     """The message: the adaptive engine against both static layouts, by the medians."""
     better, worse = result.static
     ours = result.compute_median(result.contenders[-1])
@@ -155,7 +155,7 @@ def format_step_times(times: list[StepTime]) -> str:
     return f"a decode step takes, as {' / '.join(times[0].seconds)}: {', '.join(texts)} requests"
 
 
-def make_table(result: Result) -> Table:
+def make_table(result: ContestResult) -> Table:
     """One row a contender."""
     table = Table(box=None)
     for name in ("", "seconds, median", "rounds", "other programs", "switches"):
@@ -170,7 +170,7 @@ def make_table(result: Result) -> Table:
     return table
 
 
-def verify(result: Result) -> None:
+def verify(result: ContestResult) -> None:
     """Raises DemoError if a switch failed, or if responses differ that should be equal."""
     from sglang_pat.demo.contest import DemoError
 

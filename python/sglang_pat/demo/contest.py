@@ -21,7 +21,7 @@ import psutil
 
 from sglang_pat.coordinator.round_tracker import ALIKE
 from sglang_pat.cpu.shm import LINK_ENV
-from sglang_pat.demo.cases import NATURAL, Case
+from sglang_pat.demo.cases import NATURAL, DemoCase
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import load
@@ -61,7 +61,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Switch:
+class SwitchMark:
     """A switch; ``at``: seconds after the first request, without the preparation; ``pause``: seconds; what was
     alive."""
 
@@ -75,12 +75,12 @@ class Switch:
 
 
 @dataclass(frozen=True)
-class Run:
+class BatchRun:
     """One batch in a static layout, or with the policy; ``others``: share of the cores that other programs took."""
 
     contender: str
     answers: list[Answer]
-    switches: list[Switch]
+    switches: list[SwitchMark]
     others: float
 
     @property
@@ -101,11 +101,11 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class Result:
+class ContestResult:
     """Step times, and the runs of each round, one of each contender; the last contender is the adaptive engine."""
 
     steps: list[StepTime]
-    rounds: list[list[Run]]
+    rounds: list[list[BatchRun]]
 
     @property
     def contenders(self) -> list[str]:
@@ -139,7 +139,7 @@ def make_link_environment(link: str) -> dict[str, str]:
 
 
 def sweep_profile(
-    case: Case, model: Path, out: Path, budget: str, grid: str, speaker: Speaker, prefork: Prefork | None
+    case: DemoCase, model: Path, out: Path, budget: str, grid: str, speaker: Speaker, prefork: Prefork | None
 ) -> Path:
     """The profile of this model over this link, at ``out``; a file that is there is gone on with.
 
@@ -190,7 +190,7 @@ class Contender:
     def __init__(self, name: str, server: Server, layout: ParallelLayout | None) -> None:
         self.name, self.server, self.layout = name, server, layout
 
-    def run(self, bodies: list[dict[str, Any]]) -> Run:
+    def run(self, bodies: list[dict[str, Any]]) -> BatchRun:
         """Send the batch at once, wait for its last answer.
 
         Raises:
@@ -206,7 +206,7 @@ class Contender:
         if [answer.tokens for answer in answers] != lengths:
             raise DemoError(f"{self.name}: a response is shorter or longer than asked for")
         status = self._return_to_base()
-        return Run(self.name, answers, parse_switches(status, began, status["num_switches"] - before), others)
+        return BatchRun(self.name, answers, parse_switches(status, began, status["num_switches"] - before), others)
 
     def _return_to_base(self) -> dict[str, Any]:
         """Wait until the engine is empty and, if it is adaptive, in its base layout; returns its status."""
@@ -232,11 +232,11 @@ async def _send(server: Server, bodies: list[dict[str, Any]]) -> tuple[float, li
         return began, await asyncio.gather(*map(one, bodies))
 
 
-def parse_switches(status: dict[str, Any], began: float, made: int) -> list[Switch]:
+def parse_switches(status: dict[str, Any], began: float, made: int) -> list[SwitchMark]:
     """The last ``made`` switches of a ``/pat/status``; ``began`` is the unix time of the run's beginning."""
     records = status["switches"]
     return [
-        Switch(
+        SwitchMark(
             at=record["started"] + record["phases"].get("prepare", 0.0) - began,
             pause=record["pause_seconds"],
             **{name: record[name] for name in ("from_tp", "to_tp", "requests", "tokens", "error")},
@@ -246,13 +246,13 @@ def parse_switches(status: dict[str, Any], began: float, made: int) -> list[Swit
 
 
 def run_rounds(
-    case: Case,
+    case: DemoCase,
     model: Path,
     profile: Path,
     more: Callable[[int, float], bool],
     speaker: Speaker,
     prefork: Prefork | None = None,
-) -> list[list[Run]]:
+) -> list[list[BatchRun]]:
     """The rounds of a case.
 
     Args:
@@ -265,7 +265,7 @@ def run_rounds(
         contenders = _start_contenders(case, model, profile, speaker, prefork, stack)
         servers = list({contender.server: None for contender in contenders})
 
-        def run(contender: Contender, bodies: list[dict[str, Any]], doing: str) -> Run:
+        def run(contender: Contender, bodies: list[dict[str, Any]], doing: str) -> BatchRun:
             others = (server for server in servers if server is not contender.server)
             with suspend(*others), speaker.show_waiting(f"{doing}, {contender.name}"):
                 return _call_with_server_log(contender.server, partial(contender.run, bodies))
@@ -278,7 +278,7 @@ def run_rounds(
                 case.work.make_requests(number, WARM_TOKENS),
                 f"warming up, whole batch {number} of {ALIKE}",
             )
-        rounds: list[list[Run]] = []
+        rounds: list[list[BatchRun]] = []
         longest = 0.0
         while not rounds or more(len(rounds), longest):
             began, number = time.monotonic(), len(rounds)
@@ -295,7 +295,7 @@ def run_rounds(
 
 
 def _start_contenders(
-    case: Case, model: Path, profile: Path, speaker: Speaker, prefork: Prefork | None, stack: ExitStack
+    case: DemoCase, model: Path, profile: Path, speaker: Speaker, prefork: Prefork | None, stack: ExitStack
 ) -> list[Contender]:
     servers: list[Server] = []
     for flags in (["--pat-policy", "manual"], ["--pat-policy", POLICY, "--pat-profile", str(profile)]):

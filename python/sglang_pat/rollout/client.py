@@ -83,7 +83,7 @@ class RolloutClient(RolloutCalls):
                 await backend.close()
 
 
-class _Call:
+class _SampleCall:
     """A sample that the server is asked for.
 
     Attributes:
@@ -113,7 +113,7 @@ class HttpBackend:
 
     def __init__(self, url: str, session: aiohttp.ClientSession, tokenizer: Any, name: str) -> None:
         self._url, self._session, self._tokenizer, self._name = url, session, tokenizer, name
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, _SampleCall] = {}
         self._new: list[str] = []
         self._places = asyncio.Semaphore(count_connections())
         self._updates = self._room = 0
@@ -153,7 +153,7 @@ class HttpBackend:
             ValueError: the server refuses it; its own line.
             ConnectionError: it is gone, or does not answer any more.
         """
-        call = self._calls[rid] = _Call(prompt, name_round(params, self._name))
+        call = self._calls[rid] = _SampleCall(prompt, name_round(params, self._name))
         if not self._new:
             asyncio.get_running_loop().call_soon(self._send)
         self._new.append(rid)
@@ -225,7 +225,7 @@ class HttpBackend:
                 if not call.answer.done():
                     call.answer.set_exception(error)
 
-    async def _read(self, calls: dict[str, _Call], request: Any) -> None:
+    async def _read(self, calls: dict[str, _SampleCall], request: Any) -> None:
         """The answers, as they come.  Raises as :meth:`generate`."""
         try:
             async with request as answer:

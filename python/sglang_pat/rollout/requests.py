@@ -12,7 +12,7 @@ import numpy as np
 
 from sglang_pat.messages import GENERATED_PARAM, ROUND_PARAM, BeginRound
 from sglang_pat.rollout.records import Output, SampleId, Span
-from sglang_pat.rollout.turns import Turns, make_turn
+from sglang_pat.rollout.turns import EnvironmentCalls, make_turn
 
 CUT = "\ufffd"
 """What a part of a character is decoded to."""
@@ -115,7 +115,9 @@ class Requests:
         version, params, turns: of the round, see :class:`~.rounds.RolloutRound`.
     """
 
-    def __init__(self, backend: Backend, name: str, version: int, params: dict[str, Any], turns: Turns | None) -> None:
+    def __init__(
+        self, backend: Backend, name: str, version: int, params: dict[str, Any], turns: EnvironmentCalls | None
+    ) -> None:
         self._backend, self._name, self._version, self._params, self._turns = backend, name, version, params, turns
         self._cut: Counter[tuple[int, ...]] = Counter()
         """Number of times that a sample ended unfinished with so many tokens."""

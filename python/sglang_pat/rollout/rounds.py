@@ -36,7 +36,7 @@ from sglang_pat.rollout.records import (  # fmt: skip
 from sglang_pat.rollout.requests import Backend, Requests, check_params
 from sglang_pat.rollout.rewards import Response, Reward, Rewards
 from sglang_pat.rollout.state import LONG, SHORT
-from sglang_pat.rollout.turns import ENVIRONMENT_SECONDS, Environment, Turns
+from sglang_pat.rollout.turns import ENVIRONMENT_SECONDS, Environment, EnvironmentCalls
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class RolloutCalls(ABC):
         params = check_params(sampling_params, admitter.rules.mode)
         if reward is not None and not callable(reward):
             raise ValueError(f"reward is {reward!r}, must be a function of a response (rollout/rewards.py)")
-        turns = Turns(environment, environment_seconds) if environment is not None else None
+        turns = EnvironmentCalls(environment, environment_seconds) if environment is not None else None
         told = False
         async with self._connect() as backend:
             round_ = RolloutRound(admitter, backend, version, params, judge, more, turns, reward)
@@ -171,7 +171,7 @@ class RolloutRound:
         params: dict[str, Any],
         judge: Verdicts = keep_every_group,
         more: MorePrompts = give_no_prompts,
-        turns: Turns | None = None,
+        turns: EnvironmentCalls | None = None,
         reward: Reward | None = None,
     ) -> None:
         """Begin the round: to be called in the event loop.

@@ -53,7 +53,7 @@ an answer that had not come when a sample was interrupted is asked for when the 
 """
 
 
-class Turns:
+class EnvironmentCalls:
     """Asks an environment for the samples of a round.
 
     Args:
