@@ -1,4 +1,5 @@
-"""The points that are measured, and their order: from ``--grid`` and from what the deployment holds."""
+"""The points that are measured (:func:`list_points`), and their order: from ``--grid`` (:func:`resolve`) and from what
+the deployment holds (:class:`Limits`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Command line → engine: SGLang's flags go through to its own parser, the engine is started with ours."""
+"""Command line → engine: SGLang's flags go through to its own parser (:func:`make_server_args`), the engine is started
+with ours (:func:`start`)."""
 
 from __future__ import annotations
 

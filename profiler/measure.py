@@ -1,4 +1,5 @@
-"""One point of the grid: the requests that make it up, and what their steps took."""
+"""One point of the grid (:func:`decode`, :func:`measure_prefill`, :func:`measure_switches`): the requests that make it
+up, and what their steps took."""
 
 from __future__ import annotations
 

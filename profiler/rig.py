@@ -1,4 +1,4 @@
-"""The engine as the profiler uses it: batches of exact shapes, the trace of their steps, switches."""
+"""The engine as the profiler uses it (:class:`Rig`): batches of exact shapes, the trace of their steps, switches."""
 
 from __future__ import annotations
 

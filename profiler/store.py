@@ -1,4 +1,5 @@
-"""The profile while it grows: what is measured already, saved after each point, whole or not at all."""
+"""The profile while it grows (:class:`Store`): what is measured already, saved after each point, whole or not at
+all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration of the adaptive engine, validated once and never changed."""
+"""Configuration of the adaptive engine (:class:`AdaptiveConfig`), validated once and never changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parallel layouts of one node: which ranks form which tensor-parallel group.
+"""Parallel layouts of one node (:class:`ParallelLayout`): which ranks form which tensor-parallel group.
 
 Groups are *strided*: with ``N`` ranks and degree ``t``, group ``g`` is
 ``{g, g + N/t, g + 2N/t, ...}``, so rank ``r`` has TP rank ``r // (N/t)``.  For

@@ -1,9 +1,8 @@
 """Messages between coordinator, ranks and server.
 
-Plain msgspec structs with an explicit encoding.  Requests that travel through SGLang's
-own input sockets (``Prepare``, ``Switch``) are carried by SGLang's transport, which
-broadcasts them inside each TP group; everything a rank sends to the coordinator is encoded
-here.
+Plain msgspec structs with an explicit encoding.  What goes to the ranks (``Prepare``, ``Compile``, ``Switch``,
+``Cancel``, ``StepPermit``, ``InjectPrefixes``, ``TraceQuery``) travels through SGLang's own input sockets, whose
+transport broadcasts it inside each TP group.  What a rank sends to the coordinator (:data:`FromRank`) is encoded here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The settings of the adaptive engine, each defined once.
+"""The settings of the adaptive engine (:data:`SETTINGS`), each defined once.
 
 The flag ``--pat-switch-at``, the field ``AdaptiveServerArgs.pat_switch_at``, ``switch_at`` under verl's
 ``rollout.engine_kwargs.sglang_pat`` and ``switch_at=4`` in the variable ``SGLANG_PAT`` are one setting of this table.

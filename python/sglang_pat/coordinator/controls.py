@@ -1,4 +1,5 @@
-"""SGLang's control requests: how replies are merged, which need the base layout, and how one is refused."""
+"""SGLang's control requests (:data:`CONTROLS`): how replies are merged, which need the base layout, and how one is
+refused (:func:`make_error_reply`)."""
 
 from __future__ import annotations
 

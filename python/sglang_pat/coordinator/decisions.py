@@ -1,4 +1,5 @@
-"""The times at which the policy is asked, what it is shown, and which switch it then wants."""
+"""The times at which the policy is asked (:meth:`Decisions.is_due`), what it is shown
+(:meth:`Decisions.make_snapshot`), and which switch it then wants (:meth:`Decisions.decide`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Leases: what a client holds of the engine, a round or ranks, it holds for as long as it is heard of.
+"""Leases: what a client holds of the engine, a round or ranks, it holds for as long as it is heard of
+(:meth:`Leases.hear`).
 
 A client is known by its name only.  Whatever is heard of it renews all its leases, and nobody else's.
 """

@@ -1,4 +1,4 @@
-"""The coordinator's process: sockets around ``sglang_pat.coordinator.router.Coordinator``.
+"""The coordinator's process (:func:`run_coordinator`): sockets around ``sglang_pat.coordinator.router.Coordinator``.
 
 It stands where SGLang's data-parallel controller stands, and blocks on its sockets instead of polling.
 """

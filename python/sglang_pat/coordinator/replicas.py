@@ -1,4 +1,5 @@
-"""The replicas as the coordinator knows them: what goes to their leaders, their load, and who gets the next request."""
+"""The replicas as the coordinator knows them (:class:`Leader`): what goes to their leaders (:class:`Outbox`), their
+load (:func:`sum_load`), and who gets the next request (:meth:`PrefixPlaces.choose`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rounds of requests: as clients announce them, or as they come in.
+"""Rounds of requests (:class:`RoundTracker`): as clients announce them (``update_announced_round``), or as they come in
+(``record_arrival``).
 
 Where nobody announces them: in RL one is much like the one before, so its size tells when all are in.
 """

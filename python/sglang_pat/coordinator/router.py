@@ -1,4 +1,4 @@
-"""The coordinator as a state machine: it stands between the server and the ranks.
+"""The coordinator as a state machine (:class:`Coordinator`): it stands between the server and the ranks.
 
 Requests go to one leader; control requests go to all, and their replies are merged.  Switches are decided on and
 commanded in ``switching.py``.  The coordinator owns no socket and no clock: every event is a method call with the time,

@@ -1,4 +1,5 @@
-"""Switches at given steps: ``--pat-policy schedule``, for tests and to repeat a decision log on a real engine.
+"""Switches at given steps (:class:`Schedule`): ``--pat-policy schedule``, for tests and to repeat a decision log on a
+real engine.
 
 A schedule is a list of entries, carried out one after another.  An entry says when it is due and which degree it
 leads to.  While a schedule is in force, every replica works until a point that the coordinator has set, holds there,

@@ -1,4 +1,5 @@
-"""Switches as the coordinator sees them: who wants one, when it begins, its commands, and how it ended.
+"""Switches as the coordinator sees them (:class:`Switching`): who wants one (``wanted``), when it begins and its
+commands (``advance``), and how it ended (``handle_answer``).
 
 A switch is prepared while decoding goes on; then grammars are compiled, if need be; then it is commanded, or cancelled.
 What the ranks do meanwhile is in ``switch/executor.py``.  There is at most one at a time, and a switch and a control

@@ -1,4 +1,4 @@
-"""One case: the static layouts and the adaptive engine, in turns, on the same batches.
+"""One case (:func:`run_rounds`): the static layouts and the adaptive engine, in turns, on the same batches.
 
 Both servers are alive all the time; the one whose turn it is not is stopped (SIGSTOP).
 """

@@ -1,4 +1,4 @@
-"""The choice among several engines for the next request.  Pure: no clock, no sockets.
+"""The choice among several engines for the next request (:class:`Balancer`).  Pure: no clock, no sockets.
 
 A request goes to where it decodes at once, and there to the engine with the fewest requests a GPU; where all engines
 are full, to the one that is expected to be done first.  A session stays where its prefix is, as long as that engine is

@@ -1,4 +1,5 @@
-"""The cheapest course from here: what is expected of the running batch, and when to be in which layout meanwhile."""
+"""The cheapest course from here: what is expected of the running batch (:func:`look_ahead`), and when to be in which
+layout meanwhile (:meth:`LayoutPlanner.plan`)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""When half of the ranks are lent to the trainer in the middle of a round, and when they are taken back.
+"""When half of the ranks are lent to the trainer in the middle of a round, and when they are taken back
+(:func:`make_lending_policy`).
 
 RollPacker's stream trainer (section 4.4, Algorithm 1) moves half of the GPUs to training when a share of the batch is
 complete and the rest's projected peak KV fits the other half, and back when the round is over.  That is
 :func:`decide_by_room`, all that can be said where no step times are known.  It leaves out what the move and the slower
-tail cost.  With a profile ranks are lent only if what is gained is more than that:
+tail cost.  With a profile ranks are lent only if what is gained is more than that (:func:`_decide_lending`):
 
     gained = training that is done meanwhile, in seconds on all ranks
            - (the round with ranks lent - the round without), switches, moves and the way back included
@@ -12,9 +13,9 @@ Both rounds follow the best course over layouts (:mod:`~sglang_pat.policies.cour
 best moment to take them back.  So ranks come back when the trainer has caught up, if the tail is faster then.
 
 That is an expectation, and a step is one draw: groups may be complete much later than expected, or the round may be
-over at once.  So ranks are lent only if at most :data:`RISK` of the step would be lost then, and they are taken back
-when a trainer without work has lost as much.  What is lost is counted from what was measured since the lending, so a
-trainer that is quicker than its client says is noticed, too.
+over at once.  So ranks are lent only if at most :data:`RISK` of the step would be lost then (:func:`_estimate_loss`),
+and they are taken back when a trainer without work has lost as much (:func:`_decide_return`).  What is lost is counted
+from what was measured since the lending, so a trainer that is quicker than its client says is noticed, too.
 
 Three things differ from the paper.  The trainer takes whole groups only, since an advantage needs all responses of its
 prompt; so completion counts them, and what can be trained is estimated by groups.  Training is counted in tokens, for

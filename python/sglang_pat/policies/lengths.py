@@ -1,4 +1,4 @@
-"""How long responses get: learnt from the lengths seen in this run.
+"""How long responses get (:meth:`LengthHistory.make_curve`): learnt from the lengths seen in this run.
 
 The survival curve is Kaplan-Meier's in discrete time with a prior on the hazard of each bin (a beta process, Hjort
 1990):

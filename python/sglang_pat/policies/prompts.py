@@ -1,4 +1,4 @@
-"""Long prompts: which replica computes one, and what it is worth to find it there."""
+"""Long prompts: which replica computes one (:func:`compute_allowed_lead`), and what it is worth to find it there."""
 
 from __future__ import annotations
 

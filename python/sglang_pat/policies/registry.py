@@ -1,5 +1,5 @@
-"""The policies by name (``docs/policies.md`` compares them), and the batches that each brings into a layout: for these,
-steps are recorded as CUDA graphs."""
+"""The policies by name (:func:`make_policy`; ``docs/policies.md`` compares them), and the batches that each brings into
+a layout (:func:`get_largest_batch`): for these, steps are recorded as CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the deciding policies have in common: when nothing is to be decided, and when tp may be raised."""
+"""What the deciding policies have in common: when nothing is to be decided (:func:`decide_when_idle`), and when tp may
+be raised (:func:`may_raise`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The degree in which a round starts: the parallelism planner of RollPacker (section 4.2), as a part of the policy.
+"""The degree in which a round starts (:class:`StartDegrees`): the parallelism planner of RollPacker (section 4.2), as a
+part of the policy.
 
 RollPacker begins with the degree that is best offline, doubles tp for the next round when requests had to be preempted,
 and halves it after some rounds without.  The first part is prediction: ``survival`` starts where all of the round is

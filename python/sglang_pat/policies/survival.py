@@ -1,4 +1,5 @@
-"""Policy ``survival``: the least expected time, given how long responses have been in this run.
+"""Policy ``survival`` (:func:`make_survival_policy`): the least expected time, given how long responses have been in
+this run.
 
 PAT bounds the time that is left by the longest response allowed.  Here each running request has a probability of being
 left after so many more tokens (:mod:`~sglang_pat.policies.lengths`), and the best course over all layouts and later

@@ -1,4 +1,5 @@
-"""How much slower or faster than its profile each layout runs, learnt from the steps of this run.
+"""How much slower or faster than its profile each layout runs (:class:`StepFactors`), learnt from the steps of this
+run.
 
 Of the steps that a leader reports, the logarithm of measured over predicted time is
 

@@ -1,4 +1,4 @@
-"""What a switch costs, fitted to the switches of a profile (PAT section 4.3).
+"""What a switch costs (:meth:`SwitchCosts.estimate`), fitted to the switches of a profile (PAT section 4.3).
 
 PAT estimates migration from the bytes on the critical path, for all unfinished requests at once:
 

@@ -1,4 +1,4 @@
-"""The profile of one deployment: what ``python -m profiler.sweep`` writes and the engine reads.
+"""The profile of one deployment (:class:`Profile`): what ``python -m profiler.sweep`` writes and the engine reads.
 
 Readable JSON with the raw samples; nothing in it is fitted.  Fits are made when a profile is loaded
 (``sglang_pat.predict.predictor``, ``sglang_pat.predict.cost``), so a better fit needs no new sweep.

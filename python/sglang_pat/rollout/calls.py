@@ -1,4 +1,4 @@
-"""Calls of the training job's functions from a round's event loop, which they do not hold up."""
+"""Calls of the training job's functions (:class:`Calls`) from a round's event loop, which they do not hold up."""
 
 from __future__ import annotations
 

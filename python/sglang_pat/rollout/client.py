@@ -1,4 +1,5 @@
-"""Rounds on a server: the admitter is in this process, samples go over HTTP."""
+"""Rounds on a server (:class:`RolloutClient`): the admitter is in this process, samples go over HTTP
+(:class:`HttpBackend`)."""
 
 from __future__ import annotations
 

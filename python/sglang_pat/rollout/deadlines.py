@@ -1,4 +1,8 @@
-"""Who has to be returned when: no group that was started is passed over in more than ``Rules.max_deferrals`` rounds."""
+"""Who has to be returned when: no group that was started is passed over in more than ``Rules.max_deferrals`` rounds.
+
+:meth:`Deadlines.compute_slack` says how many more rounds a group may wait, :meth:`Deadlines.count_due_groups` how many
+groups the next round must therefore return, and :meth:`Deadlines.drop_stale_tokens` which tokens are too old for that.
+"""
 
 from __future__ import annotations
 

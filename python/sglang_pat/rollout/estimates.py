@@ -1,4 +1,5 @@
-"""What a job is told of its rounds, estimates: how much shorter than drawn its responses are, and what rounds cost.
+"""Estimates that a job is told of its rounds: how much shorter than drawn its responses are (:class:`Bias`), and what
+rounds cost (:class:`Cost`).
 
 **Bias.** Kaplan and Meier's estimate of the mean length over all samples drawn.  One that ended is an event; one that
 was aborted is *censored*: it would have been longer.  A sample of a prompt that was passed over counts only from its

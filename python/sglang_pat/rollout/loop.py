@@ -1,4 +1,4 @@
-"""The event loop of an ``Engine``.
+"""The event loop of an ``Engine`` (:class:`EngineLoop`).
 
 SGLang runs its loop inside each call, in the thread of the caller, and nobody runs it between calls.  So does this one,
 but a rollout has it run in a thread of its own (:meth:`EngineLoop.iterate`).  Calls made meanwhile, in any thread, are

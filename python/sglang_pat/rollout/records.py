@@ -1,4 +1,5 @@
-"""Prompts and their samples, and what the admitter says is to be done with them.
+"""Prompts and their samples (:class:`Group`, :class:`Sample`, :class:`Output`), and what the admitter says is to be
+done with them (:data:`Action`).
 
 There are tens of thousands of samples in a large round: none refers to what refers to it, so Python's garbage collector
 does not go through them (``gc=False``), which would hold up the event loop.

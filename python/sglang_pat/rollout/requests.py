@@ -1,4 +1,5 @@
-"""The requests of a sample: what the engine is given, once or in pieces; and what a round needs of an engine."""
+"""The requests of a sample (:class:`Requests`): what the engine is given, once or in pieces; and what a round needs of
+an engine (:class:`Backend`)."""
 
 from __future__ import annotations
 

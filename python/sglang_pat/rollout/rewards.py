@@ -1,4 +1,5 @@
-"""Rewards of a round's responses: each is asked for when the response ends, not when its group is complete.
+"""Rewards of a round's responses (:class:`Rewards`): ``begin`` asks for one when the response ends, not when its group
+is complete; ``deliver`` waits for those of a group.
 
 A response that has ended may still be thrown away: with its group (``strict``, ``reorder``), or with its draw
 (``unbiased``).  Then its reward is not waited for: it is cancelled.

@@ -1,6 +1,9 @@
-"""A round on an engine: what the admitter wants is done, what the engine answers is told to it.
+"""A round on an engine (:class:`RolloutRound`): what the admitter wants is done, what the engine answers is told to
+it.
 
-The same code wherever the engine is: in this process (``Engine.rollout``) or behind HTTP (``client.py``).
+``_do`` carries actions out, ``_sample`` is the request of one sample, and ``tell`` hands events to the admitter.
+:class:`Callbacks` asks the job for verdicts and prompts.  The code serves an engine in this process
+(``Engine.rollout``) and one behind HTTP (``client.py``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What the admitter remembers between two calls: prompts by epoch, the round under way, everything else; as bytes, too.
+"""What the admitter remembers between two calls (:class:`State`): prompts by epoch, the round under way
+(:class:`Round`), everything else; as bytes, too (:func:`dump_admitter`, :func:`load_admitter`).
 
 A prompt comes once in an epoch, and one epoch is over before the next begins.
 """

@@ -1,4 +1,5 @@
-"""Samples of several turns: the model speaks, the environment answers (a tool, a game, a simulated user), and so on.
+"""Samples of several turns: the model speaks, the environment answers (:data:`Environment`: a tool, a game, a simulated
+user), and so on.
 
     generate → the model ends its turn → environment → given tokens → generate → … → None: the sample is finished
 

@@ -1,4 +1,4 @@
-"""Talking on a console: live on a terminal, plain lines anywhere else."""
+"""Talking on a console (:class:`Speaker`): live on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""OpenRLHF's engine actor, on an adaptive engine: the methods that its trainers and agents call."""
+"""OpenRLHF's engine actor, on an adaptive engine (:class:`RolloutActor`): the methods that its trainers and agents
+call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""OpenRLHF's generator of samples, in the process that asks the engines: it tells them of each round."""
+"""OpenRLHF's generator of samples (:class:`RoundGenerator`), in the process that asks the engines: it tells them of
+each round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments that a job gives its engines."""
+"""The arguments that a job gives its engines (:class:`GivenArguments`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The hooks where OpenRLHF makes its engine actors: it makes ours, its generator tells them of rounds, and its trainer
-logs what they did."""
+"""The hooks where OpenRLHF makes its engine actors: it makes ours (:class:`Launcher`), its generator tells them of
+rounds, and its trainer logs what they did (:func:`train_step`)."""
 
 from __future__ import annotations
 
