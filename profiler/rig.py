@@ -21,7 +21,7 @@ class Rig:
 
     Attributes:
         engine: :class:`~sglang_pat.server.engine.Engine`.
-        temperature: of the sampling; 0 is greedy.
+        temperature: temperature of the sampling; 0 is greedy.
         layouts: lowest degree first.
         tp: degree in force.
     """

@@ -38,8 +38,8 @@ class LayoutComparison(msgspec.Struct, frozen=True, kw_only=True):
     """What a profile gets wrong between layouts.
 
     Attributes:
-        common: by how much all layouts are slower than predicted.
-        beside: by how much each is slower than that.
+        common: share by which all layouts are slower than predicted.
+        beside: share by which each is slower than that.
         error: standard deviation of ``beside``, with the machine's noise taken out; 0 where that explains all of it.
         noise: standard deviation of ``beside`` that the runs' own differences explain.
     """

@@ -42,10 +42,10 @@ class Figures:
     """Sums over some time.
 
     Attributes:
-        requests: that came; health probes and the calibration's are none.
-        switches: between layouts; ``aborted_switches`` are not among them.
-        pause_seconds: of all these.
-        seconds: with requests in the engine, and not paused by a client; by TP degree in force.
+        requests: number of requests that came; health probes and the calibration's are none.
+        switches: number of switches between layouts; ``aborted_switches`` are not among them.
+        pause_seconds: seconds of their pauses.
+        seconds: time with requests in the engine, not paused by a client, by TP degree in force.
     """
 
     requests: int = 0
@@ -103,7 +103,7 @@ class Account:
     """The coordinator's sums.
 
     Args:
-        degrees: of the layouts.
+        degrees: degrees of the layouts.
     """
 
     def __init__(self, degrees: Collection[int]) -> None:

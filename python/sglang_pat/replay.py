@@ -80,7 +80,7 @@ class Replayed:
     Attributes:
         decisions: decisions in the log; ``switches``: of these, those to switch.
         different: (line, what the log says, what came out) of those that differ.
-        steps: that ended in the log, and ``spent``: how the engine spent them.
+        steps: number of steps that ended in the log, and ``spent``: how the engine spent them.
     """
 
     decisions: int = 0

@@ -41,9 +41,9 @@ class WantedSwitch:
     Attributes:
         reason: who wants it: a policy's name, ``request``, ``control``, ``schedule``, ``lend``, ``take back``,
             ``lease over`` or :data:`CALIBRATION`.
-        query_id: of the client who waits for an answer.
+        query_id: number of the query whose client waits for an answer.
         recompute_below: requests with fewer KV tokens are recomputed.
-        ahead: of a round, whose requests wait for it.
+        ahead: whether it comes ahead of a round, whose requests wait for it.
     """
 
     target: ParallelLayout
@@ -190,7 +190,7 @@ class Decisions:
         Args:
             layout: the one in force.
             in_engine: requests at its leaders; ``held``: in the backlog.
-            ahead: of a round, whose requests wait for the switch.
+            ahead: whether the switch comes ahead of a round, whose requests wait for it.
         """
         self._last_decision = now
         snapshot = self.make_snapshot(layout, in_engine + held, now)

@@ -14,7 +14,7 @@ class Lease:
     """What one client holds, for as long as it is heard of.
 
     Attributes:
-        client: its name.
+        client: name of the client.
         seconds: how long the lease holds while nothing is heard; None: it does not end.
         heard: when the client was last heard of.
     """

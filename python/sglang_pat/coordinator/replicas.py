@@ -48,7 +48,7 @@ class Generation:
     """A generation request: goes to one leader.
 
     Attributes:
-        tokens: its prompt length; ``generated``: those of them that are the beginning of its response.
+        tokens: length of its prompt; ``generated``: tokens of it that are the beginning of its response.
         family: equal for siblings, as in load reports; None for a prompt that is not long (``policies.prompts``).
         limit: the longest response that policies reckon with, until its leader reports it.
         counts: schedules and decision logs count it; not a health probe, which comes at any time.
@@ -74,8 +74,8 @@ class Leader:
 
     Attributes:
         sent: requests sent to it so far.
-        on_the_way: those that it has not yet taken from its socket; a long prefill may keep them there for seconds.
-        requests: those that it has, on their way included.
+        on_the_way: requests that it has not yet taken from its socket; a long prefill may keep them there for seconds.
+        requests: requests that it has, on their way included.
         tokens: KV tokens of the running ones and prompts of those on their way.
         known: whether the report lists the requests one by one; what is assumed right after a switch does not.
     """

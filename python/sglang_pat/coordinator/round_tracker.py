@@ -46,7 +46,7 @@ class RoundTracker:
 
     Args:
         degrees: in which rounds may start.
-        leases: of the engine's clients.
+        leases: leases of the engine's clients.
 
     Attributes:
         open: rounds that were announced and are not over, by name.  Several count as one, with the sum of their
@@ -175,7 +175,7 @@ class RoundTracker:
 
         Args:
             sample: a new one, as were announced.
-            name: of the round, as the request says; "": it does not say.
+            name: name of the round, as the request says; "": it does not say.
         """
         self.last = now
         if not self.came:

@@ -114,9 +114,9 @@ class Coordinator:
 
     Args:
         policy: what ``config.policy`` names; made here if it needs no profile.
-        predictor: of the profile that it has, to be corrected by the steps of this run.
+        predictor: predictor of the policy's profile, to be corrected by the steps of this run.
         lending: says when ranks are lent; None where the policy does not predict.
-        costs: of switches, by the profile.
+        costs: costs of switches, by the profile.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class Traffic:
     Attributes:
         in_engine: requests at the leaders of the layout in force; ``held``: those that wait in the coordinator.
         controls: control requests that are not answered yet.
-        paused: by a client.
+        paused: whether a client has paused generation.
         released: memory that was given away, by SGLang's tags.
         in_round: a round that was announced goes on.
     """
@@ -65,7 +65,7 @@ class ActiveSwitch:
         commanded: decoding may have stopped already: what arrives waits.
         compiling: the current command is the second part of the preparation.
         prepared: answers to PREPARE, or to its second part, by rank.
-        reports: of the ranks that have switched.
+        reports: accounts of the ranks that have switched.
         early: load reports of ranks that already work in the new layout while others still switch.
     """
 
@@ -91,7 +91,7 @@ class Switching:
     Args:
         leaders: the coordinator's, by rank.
         account: what ended is added to.
-        costs: of switches, by the profile.
+        costs: costs of switches, by the profile.
 
     Attributes:
         layout: in force.

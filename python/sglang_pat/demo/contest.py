@@ -143,7 +143,7 @@ def sweep_profile(
 ) -> Path:
     """The profile of this model over this link, at ``out``; a file that is there is gone on with.
 
-    ``budget`` and ``grid``: as ``profiler.sweep`` takes them.
+    ``budget`` and ``grid``: arguments of ``profiler.sweep``.
 
     Raises:
         DemoError: the sweep failed; with what it said.

@@ -29,7 +29,7 @@ class EngineReport:
     """What an engine last said of itself.
 
     Attributes:
-        gpus: it owns.
+        gpus: number of its GPUs.
         replicas: in its layout.
         slots: requests that it decodes at once, in this layout.
         waiting: requests that wait for a slot, for KV or for their prefill.
@@ -75,7 +75,7 @@ class EngineState:
     Attributes:
         in_flight: requests that are there, by our own count; ``reported``: that were when it last reported.
         report: the last one.
-        lost: it does not answer.
+        lost: whether it does not answer.
     """
 
     in_flight: int = 0
@@ -110,7 +110,7 @@ class Balancer:
 
     Args:
         margin: see :data:`MARGIN`.
-        seed: of the choice between equals.
+        seed: seed of the choice between equals.
     """
 
     def __init__(self, margin: float = MARGIN, seed: int = 0) -> None:

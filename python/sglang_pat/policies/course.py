@@ -138,7 +138,7 @@ class LayoutPlan:
         crowded: degrees in which requests would then wait for others.
         now: cost of a switch to each other degree, seconds.
         saving: share of the present step time that each degree would save.
-        recompute_below: of these switches.
+        recompute_below: tokens below which these switches recompute a request.
         course: what ``by_degree`` follows from; prefill is not in it.
     """
 

@@ -96,8 +96,8 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """What the client knows of the training of this step.
 
     Attributes:
-        samples: of the batch; above 0.
-        complete: of them, those in groups that are complete and have their rewards, trained or not.
+        samples: number of the batch's samples; above 0.
+        complete: samples in groups that are complete and have their rewards, trained or not.
         ready: tokens (prompt and response) of complete groups that the trainer has not begun.
         pending: tokens of samples that have ended while their group goes on.
         seconds_per_token: of training on all ranks, as earlier steps took; 0 if it is not known yet.
@@ -107,7 +107,7 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         returned: ranks were lent in this step, and taken back.
         elapsed: seconds since the step began.
         lent: seconds since ranks were lent, in which the trainer could use them; 0 if none are.
-        busy: of them, those in which it trained, and ``trained``: the tokens.
+        busy: seconds of these in which it trained, and ``trained``: the tokens that it trained.
 
     Raises:
         ValueError: more complete samples than there are.
@@ -244,7 +244,7 @@ def make_load(running: int, waiting: int, tokens: int, prompt: int, limit: int) 
     """Requests of which only the number is known, and the sum of their tokens: all that run are alike.
 
     Args:
-        tokens: of those that run, prompts included; the others wait for their first one.
+        tokens: tokens of the requests that run, prompts included; the others wait for their first one.
         prompt: tokens of a prompt, on average; ``limit``: of a response at most.
     """
     each = min(max(tokens // max(running, 1) - prompt, 1), limit)
@@ -264,7 +264,7 @@ def decide_by_room(training: Training, outlook: Outlook, room: float) -> Lending
     Up to :data:`LAST_MILESTONE` it is Algorithm 1.  Later a long rest and work for the trainer are asked for besides.
 
     Args:
-        outlook: of the running requests.
+        outlook: what is expected of the running requests.
         room: KV tokens of the ranks that stay.
     """
     if why := _find_hindrance(training, project_peak(outlook), room):
@@ -300,7 +300,7 @@ def make_lending_policy(
     Args:
         predictor, costs: step times and switch costs of its profile; None without one: then :func:`decide_by_room`
             decides, and ranks are taken back when the round is over or KV no longer fits.
-        num_ranks, degrees: of the engine with all its ranks.
+        num_ranks, degrees: ranks and degrees of the engine with all its ranks.
         max_running: requests that one replica decodes at once; None if memory is the only bound.
     """
     planner = LayoutPlanner(predictor, costs, max_running) if predictor is not None and costs is not None else None
@@ -367,7 +367,7 @@ class _Courses:
     """The best course on all ranks and on those that stay, and the degrees in force there at the start.
 
     Attributes:
-        tokens: of the batch so far that are not trained yet, in groups that are complete and in others.
+        tokens: the batch's tokens so far that are not trained yet, in groups that are complete and in others.
     """
 
     whole: Course

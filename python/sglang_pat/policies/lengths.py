@@ -86,7 +86,7 @@ class LengthHistory:
         """Record a response that left the engine.
 
         Args:
-            length: its tokens, all of them; ``family``: the same for responses to one prompt.
+            length: all its tokens; ``family``: a number that responses to one prompt share.
             finished: False for one that was cut (aborted, or at its limit): it would have gone on.
             since: tokens that it had when it came, of an earlier request that was cut there; this one takes its place.
         """

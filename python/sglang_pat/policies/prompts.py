@@ -39,7 +39,7 @@ def count_shared_tokens(prompt: np.ndarray, family: np.ndarray) -> float:
     """KV tokens that a request shares with its siblings, on average: of long prompts, which one replica has.
 
     Args:
-        prompt, family: as in :func:`count_prompts_to_compute`.
+        prompt, family: see :func:`count_prompts_to_compute`.
     """
     _, index, siblings = np.unique(family, return_inverse=True, return_counts=True)
     return float(np.where(prompt >= LONG_PROMPT, prompt * (1 - 1 / siblings[index]), 0.0).mean())
@@ -52,7 +52,7 @@ def count_prompts_to_compute(
 
     Args:
         prompt: tokens of each; ``family``: equal for siblings; int64 ``[requests]``.
-        response: as in :func:`compute_allowed_lead`.
+        response: see :func:`compute_allowed_lead`.
     """
     _, first, siblings = np.unique(family, return_index=True, return_counts=True)
     length = np.maximum(prompt[first], 1)

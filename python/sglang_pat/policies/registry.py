@@ -44,8 +44,8 @@ def make_policy(
     """The policy called ``name``.
 
     Args:
-        switch_at: of ``threshold``.
-        predictor, costs: of this deployment, for ``pat`` and ``survival``.
+        switch_at: requests left at which ``threshold`` merges.
+        predictor, costs: step times and switch costs of this deployment, for ``pat`` and ``survival``.
         max_running: most requests that one replica decodes at once (``--max-running-requests``), for ``survival``.
 
     Raises:
@@ -74,7 +74,7 @@ def get_largest_batch(config: AdaptiveConfig, tp: int, profile: Profile | None =
     """Most requests that the policy has one replica of degree ``tp`` decode together.
 
     Args:
-        profile: of this deployment; needed by policies that predict.
+        profile: profile of this deployment; needed by policies that predict.
 
     Returns:
         None where the policy does not say, as others do (``manual``, ``schedule``, ``off``).

@@ -71,7 +71,7 @@ class StartDegree:
 
         Args:
             retractions: requests put back for want of KV in it; ``tokens``: generated in it.
-            seconds: from its first request to its last response.
+            seconds: time from its first request to its last response.
         """
         rate = retractions / max(tokens, 1) if retractions >= LEAST else 0.0
         pace, before, self._before = seconds / max(tokens, 1), self._before, math.inf

@@ -113,7 +113,7 @@ class StepFactors:
         (empirical Bayes).
 
         Args:
-            turns: of each, the steps by degree; turns without a degree do not count.
+            turns: steps by degree of each turn; turns without a degree do not count.
         """
         whole = [turn for turn in turns if all(min(turn.get(tp, (0,))) > 0 for tp in self.degrees)]
         if not whole or len(self.degrees) == 1:

@@ -66,7 +66,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: architecture and sizes, e.g. ``LlamaForCausalLM L30 H576 heads12/4 I1536 V49152``.
-        dtype: of weights and KV.
+        dtype: type of weights and KV.
         device: CPU or GPU model; ``attention``: SGLang's attention backend.
         num_ranks, base_tp: N and the lowest degree.
         degrees: candidate degrees, ascending, base first.
@@ -153,7 +153,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: ``measured``, or ``modelled`` from published numbers and bandwidths.
-        sources: for a modelled profile, where each number comes from.
+        sources: where each number of a modelled profile comes from.
         machine: free-form description (cores, load, kernel, date).
         complete: False while a sweep is under way or was interrupted.
         grid: what the sweep was asked to measure.

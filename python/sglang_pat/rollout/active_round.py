@@ -132,10 +132,10 @@ class ActiveRound:
     """The round of ``state.round``, told what happens in it; each method returns what is to be done.
 
     Args:
-        deadlines: kept up to date.
+        deadlines: the deadlines, which the round keeps up to date.
 
     Attributes:
-        round: its record, part of the state.
+        round: record of the round, part of the state.
         kept: lengths of the responses returned.
     """
 

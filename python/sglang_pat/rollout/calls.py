@@ -14,7 +14,7 @@ class Calls:
     neither the loop nor whoever takes the groups.  Coroutine functions run in the loop, several calls at once.
 
     Args:
-        thread: its name.
+        thread: name of the thread.
     """
 
     def __init__(self, thread: str) -> None:

@@ -49,11 +49,11 @@ class RolloutClient(RolloutCalls):
     When this process ends, or its connections break, the server aborts what it had of the round.
 
     Args:
-        url: of a server with ``--adaptive-tp``, e.g. ``http://localhost:30000``.
+        url: address of a server with ``--adaptive-tp``, e.g. ``http://localhost:30000``.
         tokenizer: the model's, to decode responses that came in pieces (``partial``, several turns); None: their
             ``text`` is empty.
         api_key: of the server, the administrator's if it has both: it is needed to abort.
-        name: of this client's rounds in ``/pat/status``; training jobs that share a server need different ones.
+        name: name of this client's rounds in ``/pat/status``; training jobs that share a server need different ones.
     """
 
     def __init__(self, url: str, tokenizer: Any = None, api_key: str | None = None, name: str = "default") -> None:

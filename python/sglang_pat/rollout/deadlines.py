@@ -63,7 +63,7 @@ class Deadlines:
         figure here ever exceeds P0: nobody waits longer than the bound.
 
         Args:
-            slacks: of the groups that wait.
+            slacks: rounds that each waiting group may still wait.
         """
         size = self._rules.num_prompts
         left = sorted(slacks)

@@ -55,9 +55,9 @@ class DrawnLengths(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Samples by bins of their length, as weights.
 
     Attributes:
-        ended: those that ended by themselves; ``tokens``: of them, in all.
-        cut: those that were aborted, where they were.
-        entered: those that count from their floor on only, there.
+        ended: samples that ended by themselves; ``tokens``: their tokens, in all.
+        cut: samples that were aborted, at their length.
+        entered: samples that count from their floor on only, at their floor.
     """
 
     ended: dict[int, float] = {}
@@ -125,7 +125,7 @@ class Bias(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Samples of the rounds not long ago, by which the bias of a round is estimated.
 
     Attributes:
-        responses: of the groups that were returned or filtered; ``tokens``: of them, in all.
+        responses: number of those of groups that were returned or filtered; ``tokens``: their tokens, in all.
         drawn: all samples, by level.
     """
 
@@ -203,7 +203,7 @@ class Cost(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Costs of the rounds not long ago.
 
     Attributes:
-        rounds, seconds: of them; ``kept``, ``thrown``: tokens.
+        rounds, seconds: number and time of these rounds; ``kept``, ``thrown``: their tokens.
         ended: responses that ended by themselves, by bins of their length; ``took``: seconds that they took, in all.
         warned: whether the job was told.
     """

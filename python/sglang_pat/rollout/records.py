@@ -50,12 +50,12 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
         spans: weight versions of its tokens, in their order.
         token_ids, logprobs: ``[tokens]`` each, given ones included (log-prob 0), or empty where nobody needs them
             (simulations).
-        text: of the tokens.
+        text: the tokens, decoded.
         finish_reason: ``stop``, ``length``, or one of ``turns.py``; empty while unfinished.
         asked: the model has ended its turn, and the environment has not answered yet.
-        seconds: that it took, tools included; 0 where nobody has a clock.
-        routed_experts: of an engine with ``--enable-return-routed-experts``, for each token of prompt and response but
-            the last: int16 ``[tokens - 1, layers, experts per token]``, as bytes.
+        seconds: time of the response, tools included; 0 where nobody has a clock.
+        routed_experts: experts of each token of prompt and response but the last, from an engine with
+            ``--enable-return-routed-experts``: int16 ``[tokens - 1, layers, experts per token]``, as bytes.
     """
 
     spans: list[Span] = []
@@ -141,16 +141,16 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
 
     Attributes:
         prompt: whatever the engine is to be given, as JSON has it.
-        order: of arrival.
+        order: number of its arrival.
         deferrals: rounds that passed it over since it was first started.
         seen: tokens of the longest response that was thrown away; to the end it would have been longer.
         begun: whether it was started in a round before this one.
-        complete: it has all its responses.
+        complete: whether it has all its responses.
         judging: complete, and waits for a verdict; ``useful``: it had one, and it was good.
         chosen: numbers of the samples that are kept, in the order in which they ended.
         oldest: weight version of its oldest token, where tokens outlive their round; None without tokens.  Kept event
             by event (``deadlines.py``): to go through all tokens of all groups when a round begins takes long.
-        level: how long its short responses were, see ``estimates.py``; None: not known yet.
+        level: level of the length of its short responses, see ``estimates.py``; None: not known yet.
         floors: tokens that each response had had when the group was last passed over; empty before.
         rejected: draws that were rejected in this round, see ``redraws.py``; those up to ``draws`` may run.
     """
@@ -261,13 +261,14 @@ class Summary(msgspec.Struct, kw_only=True, frozen=True):
         thrown: tokens thrown away.
         kept_lengths: tokens of the responses returned.
         aborted_lengths: tokens of the samples that were stopped, as far as they had come.
-        ages: of all groups that wait now, rounds that passed them over.
+        ages: rounds that passed over each group that waits now.
         redraws, gave_up: see :class:`~.state.Round`.
         mean_returned: tokens of a response of the groups that were returned or filtered in some 64 rounds;
             ``mean_undropped``: what it would be if nothing were thrown away, an estimate (``estimates.py``), and
             ``mean_undropped_error``: how far off it may be by chance.
-        seconds: of the round, 0 where nobody has a clock; ``mean_seconds``: of some 64 rounds; ``plain_seconds``: of a
-            round with the same lengths and without tail batching, an estimate (``estimates.py``).
+        seconds: time of the round, 0 where nobody has a clock; ``mean_seconds``: mean of some 64 rounds;
+            ``plain_seconds``: that of a round with the same lengths and without tail batching, an estimate
+            (``estimates.py``).
         warning: what its job should know, one line, once; empty mostly.
     """
 

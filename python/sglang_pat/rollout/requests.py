@@ -91,7 +91,7 @@ def make_output(answer: dict[str, Any], params: dict[str, Any], stop_tokens: Ite
     An abort may come in the step that makes the last token; SGLang then says no more than that it was aborted.
 
     Args:
-        params: of the request; ``stop_tokens``: that end a response of this model.
+        params: parameters of the request; ``stop_tokens``: ids that end a response of this model.
     """
     meta, ids = answer["meta_info"], list(answer["output_ids"])
     reason: str = meta["finish_reason"]["type"]
@@ -113,7 +113,7 @@ class Requests:
 
     Args:
         name: what the ids of all of them begin with.
-        version, params, turns: of the round, see :class:`~.rounds.RolloutRound`.
+        version, params, turns: see :class:`~.rounds.RolloutRound`.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     """A response that has ended.
 
     Attributes:
-        prompt: as it was fed.
+        prompt: the prompt, as it was fed.
         output: all of the response, whatever rounds and turns it came in.
     """
 

@@ -104,8 +104,8 @@ class RolloutCalls(ABC):
             admitter: decides, and keeps what waits for another round; its prompts are ``{"input_ids": [...]}``.
             sampling_params: SGLang's, of every sample; ``max_new_tokens`` counts for a response, over all rounds and
                 turns.
-            version: of the weights, as the training job counts them; every token returned carries it (``partial``: or
-                an earlier one, not older than ``max_staleness``).
+            version: version of the weights, as the training job counts it; every token returned carries it
+                (``partial``: or an earlier one, not older than ``max_staleness``).
             judge: whether a complete group is of use; with ``filter_groups``.  Called as soon as the group is complete,
                 in a thread of its own (:class:`~.calls.Calls`); with ``reward``, when it has its rewards.
             more: so many prompts, if the round could start some that were not fed: ``[((epoch, index), prompt), …]``.
@@ -180,7 +180,7 @@ class RolloutRound:
         """Begin the round: to be called in the event loop.
 
         Args:
-            version: of the weights, as the training job counts them.
+            version: version of the weights, as the training job counts it.
             params: sampling parameters of all samples.
             turns: samples go on when the model has ended a turn; None: that ends them.
 

@@ -26,24 +26,24 @@ class Round(msgspec.Struct, kw_only=True):
 
     Attributes:
         number: counts rounds from 0.
-        epoch: of its prompts.
+        epoch: epoch of its prompts.
         kind: ``short``, ``long`` or ``flush`` (the rest of an epoch).
-        version: of the weights.
+        version: version of the weights.
         target: groups wanted.
         prompts: groups under way or taken at most (``partial``: unlimited); ``responses``: samples started for each.
         open: groups of this round that lack responses, by order, as they joined it.
-        complete: those that have them, by order, as they were completed, but those returned or filtered.
+        complete: groups that have all responses, by order, as they were completed; not those returned or filtered.
         taken: returned groups, in order.
         filtered: groups that were judged useless.
         owed: ``[bound + 1]`` or shorter: of the groups that may wait at most so many more rounds, how many must be
             returned in this one, or some group will wait too long; what is not there is 0.
         jump: weight versions from the round before to this one, at least 1; as many are expected to the next one.
-        forced: those groups.
+        forced: keys of the groups that must be returned in this round.
         room: fresh prompts that may still be started.
         judging: complete groups that wait for a verdict.
         asked: prompts that were asked for and are not there yet; ``dry``: none come any more.
         stopping: the batch is complete, or the round was cancelled.
-        cancelled: it will not have happened.
+        cancelled: whether it will not have happened.
         made: tokens generated; ``thrown``: thrown away; ``aborted``: lengths of the samples that were stopped.
         drawn: lengths of all samples that came out of the engine for good, by level, see ``estimates.py``.
         redraws: draws of deferred prompts that were rejected, see ``redraws.py``; ``gave_up``: prompts whose last draw
@@ -104,7 +104,7 @@ class State(msgspec.Struct, kw_only=True):
         thrown: tokens thrown away.
         lengths: number and sum of the lengths of all returned responses.
         verdicts: groups found useful, and groups judged; older ones count less.
-        version: of the weights in the last round; None before the first.
+        version: version of the weights in the last round; None before the first.
         bias: lengths of what was returned, and of all that was drawn, in rounds not long ago; ``cost``: what they took.
     """
 

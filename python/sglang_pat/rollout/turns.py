@@ -32,10 +32,10 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """A turn that the model has ended.
 
     Attributes:
-        number: of the turn, from 0.
-        prompt: as it was fed.
+        number: number of the turn, from 0.
+        prompt: the prompt, as it was fed.
         token_ids: all that came after the prompt so far, given tokens included.
-        said: those of them that the model generated in this turn; ``text``: the same without special tokens.
+        said: tokens that the model generated in this turn; ``text``: these without special tokens.
     """
 
     sample: SampleId

@@ -208,7 +208,7 @@ class _Handle:
     """A tensor in another process's memory: unpickling it opens it.
 
     Args:
-        rebuild, args: from torch's ``reduce_tensor``.
+        rebuild, args: what torch's ``reduce_tensor`` returns.
         device: CUDA device as its opener counts them; None without GPUs.
     """
 
