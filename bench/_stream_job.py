@@ -38,8 +38,8 @@ class FetchWhole(AdaptiveStream):
     """Trains when the batch is there."""
 
     def _wait_for_groups(self, wanted: int) -> tuple[int, dict[str, Any]]:
-        _, groups = self.replay_buffer.wait_for_sampleable(self.global_steps, "train", wanted)
-        return wanted, groups
+        _, found = self.replay_buffer.wait_for_sampleable(self.global_steps, "train", wanted)
+        return wanted, found
 
 
 @register_trainer("fetch_once")
@@ -49,5 +49,5 @@ class FetchOnce(AdaptiveStream):
     def _wait_for_groups(self, wanted: int) -> tuple[int, dict[str, Any]]:
         batch = self.config.data.train_batch_size
         groups = round(float(os.environ["FETCH_SHARE"]) * batch) if wanted == batch else wanted
-        _, fetched = self.replay_buffer.wait_for_sampleable(self.global_steps, "train", groups)
-        return groups, fetched
+        _, found = self.replay_buffer.wait_for_sampleable(self.global_steps, "train", groups)
+        return groups, found

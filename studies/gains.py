@@ -355,12 +355,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def store_tables(done: list[Rounds]) -> None:
-    gains = collect(done)
+    found = collect(done)
     replace_between(POLICIES, "gains:bases", format_markdown(BASES_HEADS, list_bases(done)))
     replace_between(README, "gains:text", format_message(done))
-    replace_between(README, "gains", format_markdown((*HEADS, *format_sizes(gains)), list_rows(gains)))
-    replace_between(POLICIES, "gains:compared", format_markdown(COMPARED_HEADS, list_compared(gains)))
-    replace_between(POLICIES, "gains", format_markdown(DETAIL_HEADS, list_details(gains)))
+    replace_between(README, "gains", format_markdown((*HEADS, *format_sizes(found)), list_rows(found)))
+    replace_between(POLICIES, "gains:compared", format_markdown(COMPARED_HEADS, list_compared(found)))
+    replace_between(POLICIES, "gains", format_markdown(DETAIL_HEADS, list_details(found)))
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def test_what_is_installed_imports_no_study():
 
 PURE = ("layout", "config", "removed", "settings", "messages", "files", "errors", "figures", "dropped", "version",
         "replay")  # fmt: skip
-"""Modules at the top of the package, besides those of ``strict``."""
+"""Besides those of ``strict``."""
 IMPURE = {"sglang", "torch", "ray", "verl", "openrlhf", "transformers"}
 
 
