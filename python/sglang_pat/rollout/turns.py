@@ -116,7 +116,7 @@ def make_turn(sample: SampleId, prompt: Any, output: Output, text: Callable[[lis
 
 
 def make_given_output(answer: object) -> Output:
-    """An environment's answer, whatever it is, as part of a response.  Raises as :meth:`Turns.answer`."""
+    """An environment's answer, whatever it is, as part of a response.  Raises as :meth:`EnvironmentCalls.answer`."""
     if answer is None:
         return Output(finish_reason="stop")
     answer_ids = list(cast(Sequence[object], answer)) if isinstance(answer, Sequence) else []
