@@ -20,9 +20,9 @@ def options(doc: str, quick: str) -> argparse.ArgumentParser:
 
 def about(**more: Any) -> dict[str, Any]:
     """What the figures are taken on, ``more`` of it if given; also printed."""
-    found = describe_machine() | more
-    print(", ".join(f"{key} {value}" for key, value in found.items()))
-    return found
+    machine = describe_machine() | more
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    return machine
 
 
 def write(file: Path | None, **found: Any) -> None:

@@ -47,7 +47,7 @@ SPEED = "speed over the better static one"
 
 
 def percents() -> dict[str, list[float]]:
-    """Of each case and way: time beyond the better static layout's, percent; negative where it is faster."""
+    """Percent of time beyond the better static layout's, by case and way; negative where it is faster."""
     (rows,) = tables(ROOT / "README.md", "model, link", SPEED, *WAYS)
     cases = {row["model, link"].replace("`", ""): [number(row[way]) for way in WAYS] for row in rows if row[SPEED]}
     return {case: [100 * (each / min(seconds[:2]) - 1) for each in seconds] for case, seconds in cases.items()}
@@ -62,19 +62,19 @@ def message(found: dict[str, list[float]]) -> str:
 
 def layouts() -> Path:
     """What each layout takes in the cases of ``bench/rollout.py``, against the better static one."""
-    found = percents()
+    slower = percents()
     figure, (axes,) = pictures.make_panels(1, width=9.9, height=4.0)
-    places = range(len(found), 0, -1)
-    for place, each in zip(places, found.values(), strict=True):
+    places = range(len(slower), 0, -1)
+    for place, each in zip(places, slower.values(), strict=True):
         axes.plot([min(each), max(each)], [place, place], color=pictures.LIGHT, linewidth=2, zorder=1)
     for way, (name, marker, color) in enumerate(WAYS.values()):
-        values = [each[way] for each in found.values()]
+        values = [each[way] for each in slower.values()]
         axes.scatter(values, places, marker=marker, color=color, s=90, label=name, zorder=2 + way)
     axes.axvline(0, color=pictures.LINE, linewidth=1, zorder=0)
-    axes.set_yticks(list(places), [case.replace("emulated ", "") + "*" * ("emulated" in case) for case in found])
+    axes.set_yticks(list(places), [case.replace("emulated ", "") + "*" * ("emulated" in case) for case in slower])
     pictures.set_labels(axes, "time of a batch against the better fixed layout, % (left is faster)", "")
     axes.legend(frameon=False, loc="lower right", fontsize=9.5)
-    pictures.set_figure_title(figure, message(found))
+    pictures.set_figure_title(figure, message(slower))
     pictures.set_footer(figure, "* emulated link; two CPU cores, one rank each; medians; rounds vary by 20%")
     return pictures.save(figure, IMAGES / "layouts.png")
 
@@ -83,8 +83,8 @@ def layouts() -> Path:
 
 SHADES = {"ours": pictures.OURS, "PAT's way": pictures.OTHER}
 Rows = Sequence[dict]
-"""Of one setting: ``tokens``, ``requests``, ``to`` ("tp2"), ``way``, ``own`` and ``pause`` (milliseconds without and
-with the drain; PAT's way is known without), and ``times``: PAT's way over ours."""
+"""Rows of one setting: ``tokens``, ``requests``, ``to`` ("tp2"), ``way``, ``own`` and ``pause`` (milliseconds without
+and with the drain; PAT's way is known without), and ``times``: PAT's way over ours."""
 
 
 def switch() -> Path:
@@ -97,10 +97,10 @@ def switch() -> Path:
     for column, (name, rows) in enumerate(settings.items()):
         degrees = sorted({_degree(row) for row in rows})
         for line, (verb, tp) in enumerate((("merge", degrees[-1]), ("split", degrees[0]))):
-            mine = [row for row in rows if _degree(row) == tp]
-            _pauses(axes[line * len(settings) + column], mine)
-            said = f"{name}, {verb} to tp{tp}: PAT's way takes {_times(mine)} times as long"
-            pictures.set_panel_title(axes[line * len(settings) + column], said, 50)
+            of_degree = [row for row in rows if _degree(row) == tp]
+            _pauses(axes[line * len(settings) + column], of_degree)
+            title = f"{name}, {verb} to tp{tp}: PAT's way takes {_times(of_degree)} times as long"
+            pictures.set_panel_title(axes[line * len(settings) + column], title, 50)
     everything = [row for rows in settings.values() for row in rows]
     for one in axes:
         one.set_xlim(min(row["own"] for row in everything) / 2, max(row["pause"] for row in everything) * 2.6)
@@ -168,13 +168,13 @@ def _pauses(axes: Axes, rows: Rows) -> None:
 
 
 def tail_batching() -> Path:
-    """The table of ``tail_batching.md`` that has both together."""
+    """Draw the table of ``tail_batching.md`` that has both together."""
     from studies.tail_picture import draw
 
     (rows,) = tables(RESULTS / "tail_batching.md", "setting", "with both", "gain of both")
-    found = {(row["setting"], float(row["ρ"])): _round_seconds(row) for row in rows}
+    seconds = {(row["setting"], float(row["ρ"])): _round_seconds(row) for row in rows}
     source = "Drawn from a table of docs/results/tail_batching.md."
-    return draw(found, source, IMAGES / "tail_batching.png")
+    return draw(seconds, source, IMAGES / "tail_batching.png")
 
 
 def _round_seconds(row: dict[str, str]) -> dict[str, float]:
@@ -190,7 +190,7 @@ def _round_seconds(row: dict[str, str]) -> dict[str, float]:
 
 
 def rl_step() -> Path:
-    """The table of ``training.md`` that has the stages of a step."""
+    """Draw the table of ``training.md`` that has the stages of a simulated step."""
     from studies.step_picture import draw, read_lines
 
     (rows,) = tables(RESULTS / "training.md", "setting", "with", "step, s", "times as fast")
@@ -198,7 +198,7 @@ def rl_step() -> Path:
 
 
 def verl_step() -> Path:
-    """The same of real jobs."""
+    """Draw the table of ``training.md`` that has the stages of a step of real jobs."""
     sys.path.insert(0, str(Path(__file__).parent))
     from rl_step import HEADS, draw
 
@@ -209,11 +209,11 @@ def verl_step() -> Path:
 # -- learning -------------------------------------------------------------------------------------------------
 
 Shares = Mapping[str, tuple[Sequence[float], Sequence[float]]]
-"""By way: shares of the problems held out that are right before and after, one a seed."""
+"""Shares of the problems held out that are right before and after, by way, one a seed."""
 
 
 def learning() -> Path:
-    """The table of ``learning.md``."""
+    """Draw the table of ``learning.md``."""
     (rows,) = tables(RESULTS / "learning.md", "way", "held out before", "after", "mean of the curve")
     shares = {
         row["way"].strip("`"): tuple(list(map(number, row[part].split(", "))) for part in ("held out before", "after"))
@@ -251,15 +251,15 @@ def format_learning(shares: Shares) -> str:
 
 
 def lending() -> Path:
-    """What a step took in each way, from the table of ``training.md``."""
+    """Draw what a step took in each way, from the table of ``training.md``."""
     (rows,) = tables(RESULTS / "training.md", "way", "step, s", "fastest and slowest", "training hidden")
     figure, (axes,) = pictures.make_panels(1, width=8.0, height=2.7)
     for place, row in enumerate(rows):
         fastest, slowest = map(number, row["fastest and slowest"].split(" to "))
         axes.plot([fastest, slowest], [place, place], color=pictures.STEEL, linewidth=5, solid_capstyle="butt")
         axes.plot(number(row["step, s"]), place, "o", color=pictures.OURS, markersize=11)
-        said = f"{row['step, s']} s"
-        axes.annotate(said, (number(row["step, s"]), place), xytext=(0, 9), textcoords="offset points", ha="center",
+        label = f"{row['step, s']} s"
+        axes.annotate(label, (number(row["step, s"]), place), xytext=(0, 9), textcoords="offset points", ha="center",
                       fontsize=10.5, color=pictures.LINE)  # fmt: skip
     axes.set_yticks(range(len(rows)), [row["way"] for row in rows], fontsize=11)
     axes.set_ylim(len(rows) - 0.5, -0.6)

@@ -48,8 +48,8 @@ class TimedLengths(DrawnLengths):
     """Policies are told the limit of a response, not its length."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        given = sampling_params | {"custom_params": {LIMIT_PARAM: self.response_length}}
-        output = await super().run(given, **kwargs)
+        params = sampling_params | {"custom_params": {LIMIT_PARAM: self.response_length}}
+        output = await super().run(params, **kwargs)
         output.extra_fields |= {ENDED: time.monotonic(), SESSION: int(kwargs["session_id"])}
         return output
 
@@ -75,16 +75,16 @@ def divide(begun: float, generated: float, ended: float, waits: Sequence[tuple[f
 
 
 _waits: list[tuple[float, float]] = []
-"""Of the step."""
+"""Waits of the present step, as (begin, end) in seconds."""
 
 
 def _note_waits(wait: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(wait)
     def noted(*args: Any, **named: Any) -> Any:
         begun = time.monotonic()
-        found = wait(*args, **named)
+        result = wait(*args, **named)
         _waits.append((begun, time.monotonic()))
-        return found
+        return result
 
     return noted
 
@@ -109,8 +109,8 @@ def _measure(step: Callable[..., KVBatchMeta]) -> Callable[..., KVBatchMeta]:
 def _score_programs(compute: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(compute)
     def compute_program(self: PooledRewardManager, **arguments: Any) -> Any:
-        about = arguments["extra_info"]
-        return compute(self, **arguments | {"solution_str": make_response(int(about["index"]), about[SESSION])})
+        fields = arguments["extra_info"]
+        return compute(self, **arguments | {"solution_str": make_response(int(fields["index"]), fields[SESSION])})
 
     return compute_program
 
@@ -128,7 +128,7 @@ class LentNever(AdaptiveStreamLent):
 
 @register_trainer("lent_at_milestone")
 class LentAtMilestone(AdaptiveStreamLent):
-    """At the first milestone, whatever it gains."""
+    """Lends at the first milestone, whatever it gains."""
 
     def _ask_policy(self, complete: int, there: set[str]) -> dict[int, Move]:
         waiting = set(range(len(self._list_engines()))) - self._lent.keys()

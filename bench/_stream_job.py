@@ -14,13 +14,13 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from sglang_pat.integrations.verl.streaming import AdaptiveStream
 
 SIGMA_OF_PROMPTS, SIGMA_OF_RESPONSES = 0.9, 0.4
-"""Of the logarithms of lengths: between prompts, and between the responses to one."""
+"""Standard deviations of the logarithms of lengths: between prompts, and between the responses to one."""
 MEDIAN = 1 / 16
-"""Of a response, as a share of the limit."""
+"""Median length of a response, as a share of the limit."""
 
 
 def draw_length(prompt: int, response: int, limit: int) -> int:
-    """In tokens; lognormal, and the same in each job."""
+    """Tokens of a response; lognormal, and the same in each job."""
     of_prompt = random.Random(f"{prompt}").gauss(0, SIGMA_OF_PROMPTS)
     length = MEDIAN * limit * random.Random(f"{prompt} {response}").lognormvariate(of_prompt, SIGMA_OF_RESPONSES)
     return max(1, min(limit, round(length)))
@@ -29,8 +29,8 @@ def draw_length(prompt: int, response: int, limit: int) -> int:
 class DrawnLengths(SingleTurnAgentLoop):
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         length = draw_length(int(kwargs["index"]), int(kwargs["session_id"]), self.response_length)
-        given = sampling_params | {"max_tokens": length, "ignore_eos": True}
-        return await super().run(given, **kwargs)
+        params = sampling_params | {"max_tokens": length, "ignore_eos": True}
+        return await super().run(params, **kwargs)
 
 
 @register_trainer("fetch_whole")

@@ -36,11 +36,11 @@ class Memory:
         Windows count where they were made, whole, though they were there before the pause, and not where a peer has
         them mapped as well.
         """
-        found = []
+        sizes = []
         for pid, (rss, shared) in zip(self._pids, self._before, strict=True):
             mapped = max(0, self._read(pid, "RssShmem") - shared)
-            found.append(max(0, self._read(pid, "VmHWM") - rss - mapped) + self._windows(pid))
-        return found
+            sizes.append(max(0, self._read(pid, "VmHWM") - rss - mapped) + self._windows(pid))
+        return sizes
 
     @staticmethod
     def _windows(pid: int) -> int:
@@ -60,15 +60,15 @@ class Memory:
 async def decode(rig: Rig, tasks: list, requests: int, steps: int) -> tuple[float, float]:
     """Median seconds of so many steps from now on, the mean over replicas of each step; mean context of a request."""
     await rig.wait_until_decoding(tasks, requests, steps=SKIP)
-    found: dict[int, list[dict]] = {}
-    while not found or any(len(mine) < steps for mine in found.values()):
+    steps_by_rank: dict[int, list[dict]] = {}
+    while not steps_by_rank or any(len(of_rank) < steps for of_rank in steps_by_rank.values()):
         for step in await rig.read_trace():
             if step["tp"] == rig.tp and step["kind"] == "decode":
-                found.setdefault(step["rank"], []).append(step)
+                steps_by_rank.setdefault(step["rank"], []).append(step)
         if all(task.done() for task in tasks):
             raise RuntimeError("the requests ended")
         await asyncio.sleep(0.01)
-    rows = list(zip(*(mine[:steps] for mine in found.values()), strict=True))
+    rows = list(zip(*(of_rank[:steps] for of_rank in steps_by_rank.values()), strict=True))
     seconds = statistics.median(statistics.mean(step["seconds"] for step in row) for row in rows)
     return seconds, statistics.mean(step["tokens"] / step["requests"] for row in rows for step in row)
 
@@ -89,19 +89,20 @@ async def decoding(rig: Rig, tp: int, requests: int, tokens: int, answer: int):
 
 
 async def switches(rig: Rig, low: int, high: int, requests: int, tokens: int, rounds: int = 1) -> list[dict]:
-    """There and back, so many times, with one batch: its prefill takes far longer than the switches."""
-    made = []
+    """Records of switches there and back, with one batch: its prefill takes far longer than the switches."""
+    records = []
     async with decoding(rig, low, requests, tokens, 50 * rounds) as tasks:
         await rig.wait_until_decoding(tasks, requests, steps=1)
         for target in (high, low) * rounds:
-            made.append(await rig.reconfigure(target))
+            records.append(await rig.reconfigure(target))
             await rig.wait_until_decoding(tasks, requests, steps=1)
-    return made
+    return records
 
 
 async def lending(rig: Rig, low: int, high: int, requests: int, tokens: int, rounds: int) -> list[dict]:
-    """Between two layouts: a merge, the way back, the lending of all ranks but one replica's, and their return."""
-    made, stride = [], high // low
+    """Records of switches between two layouts: a merge, the way back, the lending of all ranks but one replica's, and
+    their return."""
+    records, stride = [], high // low
     async with decoding(rig, low, requests, tokens, 100 * rounds) as tasks:
         await rig.wait_until_decoding(tasks, requests, steps=1)
         for _ in range(rounds):
@@ -111,9 +112,9 @@ async def lending(rig: Rig, low: int, high: int, requests: int, tokens: int, rou
                 lambda: rig.engine.async_lend_ranks(stride),
                 lambda: rig.engine.async_take_back_ranks(),
             ):
-                made.append(await switch())
+                records.append(await switch())
                 await rig.wait_until_decoding(tasks, requests, steps=1)
-    return made
+    return records
 
 
 async def after(
@@ -127,12 +128,12 @@ async def after(
     answer = 4 * (3 * steps + 3 * SKIP)
 
     async def static(contexts: list[float]) -> list[float]:
-        found = []
+        times = []
         for tp, context in zip((high, low), contexts, strict=True):
             length = round(context - steps / 2 - SKIP)
             async with decoding(rig, tp, requests, length * requests, answer) as tasks:
-                found.append(await decode(rig, tasks, requests, steps))
-        return found
+                times.append(await decode(rig, tasks, requests, steps))
+        return times
 
     begun = await static(contexts) if contexts else None
     switched = []
@@ -156,16 +157,16 @@ async def taken(rig: Rig, low: int, high: int, requests: int, tokens: int) -> di
     """
     from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
-    manager, memory, found = rig.engine.tokenizer_manager, Memory(), {}
+    manager, memory, sizes = rig.engine.tokenizer_manager, Memory(), {}
     async with decoding(rig, low, requests, tokens, 100) as tasks:
         await rig.wait_until_decoding(tasks, requests)
         await manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
         for target in (high, low) * 2:
             memory.start()
             await rig.reconfigure(target)
-            found[target] = max(memory.extra())
+            sizes[target] = max(memory.extra())
         await manager.continue_generation(ContinueGenerationReqInput())
-    return found
+    return sizes
 
 
 async def returning(rig: Rig, low: int, high: int, rounds: int) -> list[float]:

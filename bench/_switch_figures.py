@@ -17,7 +17,7 @@ from sglang_pat.predict.cost import fit_control, fit_kv
 
 
 @dataclass(frozen=True)
-class Setting:
+class SwitchSetting:
     """Ranks and the two degrees between which they switch; tokens alive × requests to measure.
 
     ``headline``: tokens and requests of the comparison with a restart; ``after``: of the steps after a switch, which
@@ -41,28 +41,28 @@ class Setting:
 POINTS = tuple((k * 1024, n) for k, n in ((1, 1), (1, 8), (1, 32), (8, 8), (32, 8), (64, 32)))
 """SmolLM2 takes 8,192 tokens a request."""
 SETTINGS = {
-    "2 ranks": Setting(2, 1, 2, POINTS),
-    "4 ranks": Setting(4, 2, 4, POINTS),
+    "2 ranks": SwitchSetting(2, 1, 2, POINTS),
+    "4 ranks": SwitchSetting(4, 2, 4, POINTS),
 }
-QUICK = {"2 ranks, tiny": Setting(2, 1, 2, ((512, 1), (2048, 8)), headline=(2048, 8))}
+QUICK = {"2 ranks, tiny": SwitchSetting(2, 1, 2, ((512, 1), (2048, 8)), headline=(2048, 8))}
 
 PHASES = ("drain", "capsules", "plan", "kv", "weights", "install", "check")
 
 
 def of(point: dict, way: str, up: bool) -> list[dict]:
     """Records of a point in one direction, the first one left out (page faults, lazy groups)."""
-    found = [record for record in point["switches"][way] if (record["to_tp"] > record["from_tp"]) == up]
-    return found[1:] or found
+    records = [record for record in point["switches"][way] if (record["to_tp"] > record["from_tp"]) == up]
+    return records[1:] or records
 
 
 def of_lending(point: dict, reason: str, up: bool = False) -> list[dict]:
-    """Of the switches between which ranks were lent, those with this reason (and up), the first one left out."""
-    found = [r for r in point.get("lending", ()) if r["reason"] == reason and (r["to_tp"] > r["from_tp"]) == up]
-    return found[1:]
+    """Records of the switches between which ranks were lent, with this reason (and up), the first one left out."""
+    records = [r for r in point.get("lending", ()) if r["reason"] == reason and (r["to_tp"] > r["from_tp"]) == up]
+    return records[1:]
 
 
 def phase(switches: list[dict], name: str) -> float:
-    """Median seconds."""
+    """Median seconds of a phase."""
     return median(s["phases"].get(name, 0.0) for s in switches)
 
 
@@ -71,7 +71,7 @@ def pause(switches: list[dict]) -> float:
 
 
 def copy(point: dict) -> float:
-    """Median seconds."""
+    """Median seconds of a copy."""
     return median(point["copies"])
 
 
@@ -81,7 +81,7 @@ def own(switches: list[dict]) -> float:
 
 
 def line(point: dict) -> str:
-    """Progress."""
+    """Line of progress."""
     shown = []
     for way in point["switches"]:
         up, down = (of(point, way, direction) for direction in (True, False))
@@ -90,9 +90,9 @@ def line(point: dict) -> str:
     return f"{point['tokens']} tokens, {point['requests']} requests: pause without drain, ms: {'; '.join(shown)}"
 
 
-def rows(result: dict, setting: Setting) -> list[dict]:
-    """One for each point, way and direction."""
-    found = []
+def rows(result: dict, setting: SwitchSetting) -> list[dict]:
+    """Rows of a result, one for each point, way and direction."""
+    cells = []
     for point in result["points"]:
         for way in point["switches"]:
             for up in (True, False):
@@ -101,7 +101,7 @@ def rows(result: dict, setting: Setting) -> list[dict]:
                 record = switches[0]
                 least = record["tokens"] * result["kv_bytes_per_token"] * (1 - setting.low / setting.high)
                 taken = point.get("taken", {}).get(str(to), float("nan")) if way == "ours" else float("nan")
-                found.append(
+                cells.append(
                     {
                         "tokens": point["tokens"], "requests": point["requests"], "way": way,
                         "to": f"tp{to}", "pause": pause(switches), "own": own(switches),
@@ -113,7 +113,7 @@ def rows(result: dict, setting: Setting) -> list[dict]:
                         "extra_over_layers": taken / two_layers(record, result),
                     }
                 )  # fmt: skip
-    return found
+    return cells
 
 
 def two_layers(record: dict, result: dict) -> float:
@@ -133,15 +133,15 @@ def modelled(result: dict) -> list[float]:
             continue
         fixed, per_request, handing_over = fit_control(others, None)
         kv_fixed, per_token = fit_kv(others)
-        found = of(point, "ours", up)
-        tokens = median(s["tokens"] for s in found)
+        records = of(point, "ours", up)
+        tokens = median(s["tokens"] for s in records)
         predicted = fixed + per_request * point["requests"] + kv_fixed + (handing_over + per_token) * tokens
-        ratios.append(predicted / own(found))
+        ratios.append(predicted / own(records))
     return ratios
 
 
 def linear(result: dict, up: bool) -> tuple[float, float]:
-    """Of ours over the live tokens: exponent of a power law through the upper half of the points, and R² of a line."""
+    """Exponent of a power law through the upper half of our points over the live tokens, and R² of a line."""
     points = [(p["tokens"], own(of(p, "ours", up))) for p in result["points"]]
     tokens, seconds = (np.array(column) for column in zip(*points, strict=True))
     large = tokens >= np.median(tokens)
@@ -150,11 +150,11 @@ def linear(result: dict, up: bool) -> tuple[float, float]:
     return float(exponent), float(1 - ((seconds - line) ** 2).sum() / ((seconds - seconds.mean()) ** 2).sum())
 
 
-def bars(everything: list[dict], result: dict, setting: Setting) -> Iterator[tuple[str, str, str]]:
-    """(figure, bar, measured) of one setting; all of the pause without drain unless said otherwise."""
+def bars(everything: list[dict], result: dict, setting: SwitchSetting) -> Iterator[tuple[str, str, str]]:
+    """Bars of one setting as (figure, bar, measured); all of the pause without drain unless said otherwise."""
     ours = [row for row in everything if row["way"] == "ours"]
     head = {row["way"]: row for row in everything if _is_headline(row, setting)}
-    whole, parts = sum(result["restart"].values()), [(row["own"] - 0.010) / row["copy"] for row in ours]
+    whole, copies = sum(result["restart"].values()), [(row["own"] - 0.010) / row["copy"] for row in ours]
     ratios = [abs(ratio - 1) for ratio in modelled(result)]
     yield "bytes sent over the minimum, worst", "≤ 1.05", f"{max(row['sent_over_minimum'] for row in ours):.3f}"
     pats = head.get("PAT's")
@@ -165,13 +165,13 @@ def bars(everything: list[dict], result: dict, setting: Setting) -> Iterator[tup
         "restart over ours, headline", "≥ 100",
         f"{whole / head['ours']['own']:.0f} ({whole / head['ours']['pause']:.0f} with drain)",
     )  # fmt: skip
-    yield "(ours - 10 ms) over one copy, median; worst", "≤ 3", f"{median(parts):.2f}; {max(parts):.2f}"
+    yield "(ours - 10 ms) over one copy, median; worst", "≤ 3", f"{median(copies):.2f}; {max(copies):.2f}"
     yield "return to base without requests", "≤ 5 ms", f"{1e3 * median(result['returning']):.1f} ms, drain included"
     for reason, what in (("lend", "lending over a merge"), ("take back", "taking back over a merge")):
         over = [
-            own(given) / own(of_lending(point, "request", up=True))
+            own(lendings) / own(of_lending(point, "request", up=True))
             for point in result["points"]
-            if (given := of_lending(point, reason))
+            if (lendings := of_lending(point, reason))
         ]
         yield f"{what}, median; worst", "median ≤ 1", f"{median(over):.2f}; {max(over):.2f}"
     extra = [row["extra_over_layers"] for row in ours if row["tokens"] >= 4096]
@@ -179,8 +179,8 @@ def bars(everything: list[dict], result: dict, setting: Setting) -> Iterator[tup
         yield "extra memory over two layers' live KV, from 4K tokens, worst", "≤ 1 + capsules", f"{max(extra):.2f}"
     after = [a / b for pair in result["after"] for a, b in zip(pair["switched"], pair["static"], strict=True)]
     low, high = bootstrap((after,), np.median, method="percentile", rng=0).confidence_interval
-    known = f"{median(after):.3f} ({low:.3f}-{high:.3f}), {len(after)} switches"
-    yield f"step after over static, {setting.after[0]} tokens, median (95% interval)", "within 2%", known
+    text = f"{median(after):.3f} ({low:.3f}-{high:.3f}), {len(after)} switches"
+    yield f"step after over static, {setting.after[0]} tokens, median (95% interval)", "within 2%", text
     for up in (True, False):
         exponent, r2 = linear(result, up)
         yield f"pause ∝ tokens^x, {'up' if up else 'down'}", "x ≤ 1", f"x = {exponent:.2f}, line R² {r2:.3f}"
@@ -188,12 +188,12 @@ def bars(everything: list[dict], result: dict, setting: Setting) -> Iterator[tup
         yield "model of the pause, error: mean; worst", "≤ 15%", f"{np.mean(ratios):.0%}; {max(ratios):.0%}"
 
 
-def _is_headline(row: dict, setting: Setting) -> bool:
+def _is_headline(row: dict, setting: SwitchSetting) -> bool:
     return (row["tokens"], row["requests"], row["to"]) == (*setting.headline, f"tp{setting.high}")
 
 
-def table(name: str, result: dict, setting: Setting) -> None:
-    """Printed."""
+def table(name: str, result: dict, setting: SwitchSetting) -> None:
+    """Print the table."""
     console = Console(width=170)
     shown = Table(title=f"{name}: medians, ms", title_justify="left")
     measured = ("sent / min", "copy", "extra MB", "/ 2 layers")

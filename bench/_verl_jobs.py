@@ -20,7 +20,7 @@ APART = (
 )  # fmt: skip
 """Overrides: trainer and engine have ranks of their own."""
 Steps = list[dict[str, float]]
-"""verl's metrics of steps."""
+"""Metrics of verl's steps."""
 
 
 def need_verl() -> None:
@@ -33,7 +33,7 @@ def need_verl() -> None:
 def add_options(
     parser: argparse.ArgumentParser, *, repeats: int, steps: int, batch: int, samples: int, response: int
 ) -> None:
-    """Those of a job, with their defaults, as :func:`run` reads them."""
+    """Add the options of a job, with their defaults, as :func:`run` reads them."""
     parser.add_argument("--repeats", type=int, default=repeats, help="jobs of each kind")
     parser.add_argument("--steps", type=int, default=steps, help="of a job; the first does not count")
     parser.add_argument("--batch", type=int, default=batch, help="prompts a step")
@@ -42,7 +42,7 @@ def add_options(
 
 
 def run(args: argparse.Namespace, model: Path, agent: str, *more: str, **environment: str) -> Steps:
-    """One job; the steps that count.
+    """Run one job; returns the metrics of the steps that count.
 
     Args:
         args: of :func:`add_options`.

@@ -31,7 +31,7 @@ CASES = [
 
 
 def call(name: str, size: int, group):
-    """A function that makes one call."""
+    """A function that makes one call of the collective."""
     x = torch.zeros(size // 4)
     if name == "all_reduce":
         return lambda: dist.all_reduce(x, group=group)
@@ -99,13 +99,13 @@ def run(ranks: int, repeats: int, block_s: float) -> list[dict]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mine, theirs = mp.get_context("spawn").Pipe(duplex=False)
-    context = mp.spawn(measure, (ranks, port, repeats, block_s, theirs), nprocs=ranks, join=False)
-    theirs.close()
+    receiver, sender = mp.get_context("spawn").Pipe(duplex=False)
+    context = mp.spawn(measure, (ranks, port, repeats, block_s, sender), nprocs=ranks, join=False)
+    sender.close()
     while not context.join(timeout=1):  # raises if a rank fails
-        if mine.poll():
+        if receiver.poll():
             break
-    rows = mine.recv()
+    rows = receiver.recv()
     while not context.join():
         pass
     return rows
@@ -121,7 +121,7 @@ def main() -> None:
     args = parser.parse_args()
     repeats, block_s = (5, 0.1) if args.quick else (15, 0.3)
 
-    about = _bench.about(emulated_link=str(shm.get_current_link() or "none"))
+    machine = _bench.about(emulated_link=str(shm.get_current_link() or "none"))
     print(f"{'ranks':>5}  {'operation':<11}{'size':>7}{'gloo us':>12}{'pat_shm us':>12}{'ratio':>9}")
     results = []
     for ranks in args.ranks:
@@ -131,7 +131,7 @@ def main() -> None:
                 f"{ranks:>5}  {row['operation']:<11}{size_text(row['bytes']):>7}{row['gloo_us']:>12.1f}"
                 f"{row['pat_shm_us']:>12.1f}{row['ratio']:>8.1f}x"
             )
-    _bench.write(args.json, machine=about, repeats=repeats, results=results)
+    _bench.write(args.json, machine=machine, repeats=repeats, results=results)
 
 
 if __name__ == "__main__":

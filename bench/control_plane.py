@@ -41,7 +41,7 @@ PROFILE = Path(__file__).parents[1] / "studies" / "profiles" / "8xH100-llama3.1-
 MODES = ("strict", "reorder", "partial")
 BARS = {"routing_us": 20, "event_us": 50}
 PATIENCE_SECONDS = 30.0
-"""A round that takes longer is measured as far as it came."""
+"""Seconds after which a round is measured as far as it came."""
 
 
 class Nowhere:
@@ -137,22 +137,22 @@ def deciding(requests: int, repeats: int = 20) -> float:
 
 
 def length(sample: SampleId) -> int:
-    """Of a response: short mostly, one in 25 at the limit."""
+    """Tokens of a response: few mostly, one in 25 at the limit."""
     value = random.Random(f"{sample.epoch}/{sample.index}/{sample.number}").random()
     return 400 if value > 0.96 else 1 + int(100 * value)
 
 
 def admission(mode: str, prompts: int, responses: int, rounds: int = 3) -> dict[str, Any]:
     """Whole rounds: a token a step for each sample, the ends in the order of time, aborts confirmed at once."""
-    made = Admitter(Rules(mode=mode, num_prompts=prompts, num_responses=responses))
-    made.feed([((0, index), {"input_ids": [1]}) for index in range(3 * rounds * prompts)])
+    admitter = Admitter(Rules(mode=mode, num_prompts=prompts, num_responses=responses))
+    admitter.feed([((0, index), {"input_ids": [1]}) for index in range(3 * rounds * prompts)])
     calls: list[float] = []
     begins: list[float] = []
     events = 0
     gave_up = thread_time() + PATIENCE_SECONDS
     for number in range(rounds):
         begun = thread_time()
-        actions = made.begin(number)
+        actions = admitter.begin(number)
         begins.append(thread_time() - begun)
         ends: list[tuple[int, SampleId, int]] = []
         now, over = 0, False
@@ -170,14 +170,14 @@ def admission(mode: str, prompts: int, responses: int, rounds: int = 3) -> dict[
             actions = []
             gone = set(stopped)
             for sample in stopped:
-                actions += _timed(calls, made.record_stopped, sample, Output())
+                actions += _timed(calls, admitter.record_stopped, sample, Output())
             if gone:
                 ends = [end for end in ends if end[1] not in gone]
                 heapq.heapify(ends)
             elif not over:
                 now, sample = heapq.heappop(ends)
                 output = Output(spans=[Span(number, length(sample) - had[sample])], finish_reason="stop")
-                actions += _timed(calls, made.record_finished, sample, output)
+                actions += _timed(calls, admitter.record_finished, sample, output)
             if thread_time() > gave_up:
                 break
         events = len(calls)
@@ -201,7 +201,7 @@ def main() -> int:
     parser = _bench.options(__doc__, "up to 4,096 requests and 256 prompts; half a minute")
     parser.add_argument("--mode", action="append", choices=MODES, help="only rounds of this mode; again for others")
     args = parser.parse_args()
-    about = _bench.about()
+    machine = _bench.about()
     results: dict[str, list[dict[str, Any]]] = {"requests": [], "rounds": []}
     gc.collect()
     gc.freeze()  # what imports have left is not gone through again and again
@@ -228,7 +228,7 @@ def main() -> int:
                 f"{row['event_us']:>11.1f}  {row['event_median_us']:>11.1f}  {row['longest_ms']:>11.1f}",
                 flush=True,
             )
-    _bench.write(args.json, machine=about, bars=BARS, results=results)
+    _bench.write(args.json, machine=machine, bars=BARS, results=results)
     return 0
 
 

@@ -35,12 +35,12 @@ CONTENDERS = {
     "sglang_pat": ("--rollout", "sglang_pat"),
 }
 SECONDS = {"step": "step", "generation": "gen", "weight sync": "update_weights", "training": "update_actor"}
-"""What verl calls the parts of a step."""
+"""Parts of a step, and what verl calls them."""
 
 
 @dataclass
-class Figures:
-    """Of one contender, a value for each step that counts."""
+class ContenderFigures:
+    """Figures of one contender, a value for each step that counts."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in SECONDS})
     longest: list[float] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Figures:
     switches: int = 0
 
     def add(self, folder: Path) -> None:
-        """What a job left in its folder."""
+        """Add what a job left in its folder."""
         steps = [json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
         for step in steps[1:]:
             for part, name in SECONDS.items():
@@ -61,7 +61,7 @@ class Figures:
 
 
 def run(name: str, args: argparse.Namespace, folder: Path) -> None:
-    """One job; raises ``SystemExit`` with the end of its output if it fails."""
+    """Run one job; raises ``SystemExit`` with the end of its output if it fails."""
     command = [
         sys.executable, str(ROOT / "examples" / "verl_grpo" / "run_cpu.py"), *CONTENDERS[name],
         "--model", str(MODEL), "--out", str(folder), "--steps", str(args.steps), "--batch", str(args.batch),
@@ -74,16 +74,16 @@ def run(name: str, args: argparse.Namespace, folder: Path) -> None:
         sys.exit(f"{name}: exit code {done.returncode}\n{(done.stdout + done.stderr)[-3000:]}")
 
 
-def show(figures: dict[str, Figures]) -> None:
+def show(figures: dict[str, ContenderFigures]) -> None:
     table = Table(title="verl, seconds of a step (medians)")
     table.add_column("rollout")
     for column in (*SECONDS, "mean tokens", "longest", "ms a token of the longest", "switches"):
         table.add_column(column, justify="right")
-    for name, found in figures.items():
-        row = [f"{statistics.median(found.seconds[part]):.2f}" for part in SECONDS]
-        lengths = [f"{statistics.median(values):.0f}" for values in (found.mean, found.longest)]
-        pace = [1000 * s / n for s, n in zip(found.seconds["generation"], found.longest, strict=True)]
-        table.add_row(name, *row, *lengths, f"{statistics.median(pace):.1f}", str(found.switches))
+    for name, contender in figures.items():
+        row = [f"{statistics.median(contender.seconds[part]):.2f}" for part in SECONDS]
+        lengths = [f"{statistics.median(values):.0f}" for values in (contender.mean, contender.longest)]
+        pace = [1000 * s / n for s, n in zip(contender.seconds["generation"], contender.longest, strict=True)]
+        table.add_row(name, *row, *lengths, f"{statistics.median(pace):.1f}", str(contender.switches))
     Console(width=120).print(table)
 
 
@@ -102,9 +102,9 @@ def main() -> int:
         return 0
     if args.quick:
         args.repeats, args.steps = 1, 3
-    about = _bench.about()
+    machine = _bench.about()
     models.make_random("llama", MODEL, heads=4, kv_heads=2, logit_std=1)
-    figures = {name: Figures() for name in CONTENDERS}
+    figures = {name: ContenderFigures() for name in CONTENDERS}
     names = list(CONTENDERS)
     for number in range(args.repeats):
         for name in names[number % len(names) :] + names[: number % len(names)]:
@@ -113,8 +113,10 @@ def main() -> int:
                 figures[name].add(Path(folder))
             print(f"job {number + 1}/{args.repeats}, {name}: {figures[name].seconds['step'][-1]:.2f} s a step")
     show(figures)
-    found = {name: asdict(one) for name, one in figures.items()}
-    _bench.write(args.json, machine=about, settings={n: v for n, v in vars(args).items() if n != "json"}, figures=found)
+    all_figures = {name: asdict(one) for name, one in figures.items()}
+    _bench.write(
+        args.json, machine=machine, settings={n: v for n, v in vars(args).items() if n != "json"}, figures=all_figures
+    )
     return 0
 
 

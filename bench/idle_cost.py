@@ -74,7 +74,7 @@ def main() -> int:
     else:
         model, rounds, batch, tokens = models.make_smollm2(cache / "smollm2"), 7, 16, 48
     model = args.model or model
-    about = _bench.about()
+    machine = _bench.about()
     results = {}
     for name, flags in CASES.items():
         print(f"{name} ({' '.join(flags)}), {batch} requests of {tokens} tokens, {model.name}:")
@@ -84,7 +84,7 @@ def main() -> int:
             f"  median: stock {row['stock_tokens_per_s']:.1f} tokens/s, adaptive {row['adaptive_tokens_per_s']:.1f}, "
             f"ratio {row['ratio_median']:.3f} ({row['ratio_min']:.3f}-{row['ratio_max']:.3f})"
         )
-    _bench.write(args.json, machine=about, model=model.name, results=results)
+    _bench.write(args.json, machine=machine, model=model.name, results=results)
     return 0
 
 

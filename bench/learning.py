@@ -30,20 +30,20 @@ ROOT = Path(__file__).resolve().parents[1]
 QUICK = "--steps 4 --prompts 8 --responses 8 --held-out 32 --every 2 --warm-up 20".split()
 PICTURE = ROOT / "docs" / "img" / "learning.png"
 Found = dict[str, dict[int, Results]]
-"""By way and seed."""
+"""Results by way and seed."""
 
 
 def run(ways: Sequence[str], seeds: Sequence[int], out: Path, options: Sequence[str]) -> Found:
-    """All ways of a seed, then those of the next one."""
-    found: Found = {way: {} for way in ways}
+    """Run all ways of a seed, then those of the next one."""
+    results: Found = {way: {} for way in ways}
     for seed in seeds:
         for way in ways:
             folder = out / f"{way}-{seed}"
             if not (folder / "figures.json").exists():
                 words = ["--way", way, "--seed", str(seed), "--out", str(folder), *options]
                 subprocess.run([sys.executable, "-m", "examples.grpo", *words], cwd=ROOT, check=True)
-            found[way][seed] = msgspec.json.decode(files.read(folder / "figures.json"), type=Results)
-    return found
+            results[way][seed] = msgspec.json.decode(files.read(folder / "figures.json"), type=Results)
+    return results
 
 
 def make_curve(results: Results) -> tuple[list[int], list[float]]:
@@ -63,11 +63,12 @@ def make_grid(found: Found) -> list[float]:
 
 
 def count_inside(found: Found, way: str, plain: str = "plain") -> tuple[int, int]:
-    """At how many tests the mean over the seeds is between ``plain``'s worst and best seed; and of how many."""
+    """Number of tests at which the mean over the seeds is between ``plain``'s worst and best seed; and number of
+    tests."""
     grid = make_grid(found)
     curves = [np.interp(grid, *make_curve(one)) for one in found[plain].values()]
-    mine = make_mean_curve(list(found[way].values()), grid)
-    inside = (mine >= np.min(curves, axis=0)) & (mine <= np.max(curves, axis=0))
+    curve = make_mean_curve(list(found[way].values()), grid)
+    inside = (curve >= np.min(curves, axis=0)) & (curve <= np.max(curves, axis=0))
     return int(inside.sum()), len(grid)
 
 
@@ -125,15 +126,15 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "learning", help="default: %(default)s")
     args = parser.parse_args()
-    about = _bench.about()
+    machine = _bench.about()
     if args.quick:
-        found = run(("plain", "all"), args.seeds[:1], args.out / "quick", QUICK)
+        results = run(("plain", "all"), args.seeds[:1], args.out / "quick", QUICK)
     else:
-        found = run(args.ways, args.seeds, args.out, ())
-        draw(PICTURE, found)
-    show(Console(width=170), found)
-    runs = {way: {seed: msgspec.to_builtins(one) for seed, one in of.items()} for way, of in found.items()}
-    _bench.write(args.json, machine=about, runs=runs)
+        results = run(args.ways, args.seeds, args.out, ())
+        draw(PICTURE, results)
+    show(Console(width=170), results)
+    runs = {way: {seed: msgspec.to_builtins(one) for seed, one in of.items()} for way, of in results.items()}
+    _bench.write(args.json, machine=machine, runs=runs)
     return 0
 
 

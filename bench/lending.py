@@ -42,14 +42,14 @@ def make_decide(way: str, trainer: Trainer) -> Any:
 
 def run(trainer: Trainer, rounds: int) -> dict[str, list[Row]]:
     """Steps of each way, round by round in turn."""
-    found: dict[str, list[Row]] = {way: [] for way in WAYS}
+    rows: dict[str, list[Row]] = {way: [] for way in WAYS}
     for _ in range(WARM):
         trainer.step()
     for number in range(rounds):
         for way in WAYS[number % 3 :] + WAYS[: number % 3]:
             trainer.lending.decide = make_decide(way, trainer)
-            found[way].append(trainer.step())
-    return found
+            rows[way].append(trainer.step())
+    return rows
 
 
 def show(console: Console, found: dict[str, list[Row]]) -> None:
@@ -61,7 +61,7 @@ def show(console: Console, found: dict[str, list[Row]]) -> None:
         steps = [row.timeline for row in rows]
         parts = median(step.over for step in steps), median(step.end - step.over for step in steps)
         lent = [step for step in steps if step.lent]
-        ratios = [never / mine for never, mine in zip(seconds["never"], seconds[way], strict=True)]
+        ratios = [never / ours for never, ours in zip(seconds["never"], seconds[way], strict=True)]
         table.add_row(
             way, *(f"{value:.2f}" for value in (median(seconds[way]), min(seconds[way]), max(seconds[way]), *parts)),
             f"{len(lent)} of {len(rows)}", f"{mean(one.hidden for one in lent):.0%}" if lent else "-",
@@ -92,17 +92,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="", metavar="FOLDER", help="as of examples.grpo")
     parser.add_argument("--task", default="", metavar="NAME")
     args = parser.parse_args(argv)
-    about = _bench.about()
+    machine = _bench.about()
     rounds = args.rounds or (2 if args.quick else 7)
     with tempfile.TemporaryDirectory() as folder:
         trainer = begin(args, WARM + rounds * len(WAYS), Path(folder))
         try:
-            found = run(trainer, rounds)
+            measured = run(trainer, rounds)
         finally:
             trainer.engine.shutdown()
-    show(Console(width=150), found)
-    rows = {way: [{"parts": row.parts, "lengths": row.lengths} for row in rows] for way, rows in found.items()}
-    _bench.write(args.json, machine=about, rows=rows)
+    show(Console(width=150), measured)
+    rows = {way: [{"parts": row.parts, "lengths": row.lengths} for row in rows] for way, rows in measured.items()}
+    _bench.write(args.json, machine=machine, rows=rows)
     return 0
 
 

@@ -47,9 +47,9 @@ def send(rig: Rig, requests: int, kind: dict[str, Any]) -> list[asyncio.Task]:
     params |= {name: value for name, value in kind.items() if name not in asked}
 
     def one(number: int) -> asyncio.Task:
-        mine = params | ({"regex": params["regex"] % (4 + number)} if "regex" in params else {})
+        sampling = params | ({"regex": params["regex"] % (4 + number)} if "regex" in params else {})
         return asyncio.ensure_future(
-            rig.engine.async_generate(input_ids=rig.sample_tokens(PROMPT), sampling_params=mine, **asked)
+            rig.engine.async_generate(input_ids=rig.sample_tokens(PROMPT), sampling_params=sampling, **asked)
         )
 
     return [one(number) for number in range(requests)]
@@ -60,15 +60,15 @@ async def switches(rig: Rig, requests: int, kind: dict[str, Any]) -> list[dict[s
     await rig.reconfigure(1)
     await rig.flush()
     await rig.read_trace()
-    tasks, made = send(rig, requests, kind), []
+    tasks, records = send(rig, requests, kind), []
     try:
         await rig.wait_until_decoding(tasks, requests, steps=BEFORE)
         for target in (2, 1):
-            made.append(await rig.reconfigure(target))
+            records.append(await rig.reconfigure(target))
             await rig.wait_until_decoding(tasks, requests, steps=1)
     finally:
         await rig.abort(tasks)
-    return made
+    return records
 
 
 async def measure(engine: Any, numbers: list[int], rounds: int) -> list[dict[str, Any]]:
@@ -76,12 +76,12 @@ async def measure(engine: Any, numbers: list[int], rounds: int) -> list[dict[str
     await rig.connect()
     for requests in numbers:
         for name, kind in KINDS.items():
-            found: dict[int, list[dict[str, Any]]] = {2: [], 1: []}
+            by_degree: dict[int, list[dict[str, Any]]] = {2: [], 1: []}
             for number in range(rounds + 1):
-                made = await switches(rig, requests, kind)
-                for record in made if number else ():  # the first round warms up
-                    found[record["to_tp"]].append(record)
-            for tp, records in found.items():
+                switched = await switches(rig, requests, kind)
+                for record in switched if number else ():  # the first round warms up
+                    by_degree[record["to_tp"]].append(record)
+            for tp, records in by_degree.items():
                 pauses = [1e3 * (r["pause_seconds"] - r["phases"]["drain"]) for r in records]
                 phases = {
                     phase: 1e3 * statistics.median(r["phases"].get(phase, 0.0) for r in records)
@@ -109,24 +109,24 @@ def _request(top: int | None) -> Any:
     from sglang_pat.rank import degrees
 
     prompt = list(range(16))
-    made = Req("r", "", prompt, SamplingParams(), return_logprob=top is not None, top_logprobs_num=top or 0)
-    made.pat_request, made.pat_prompt = SimpleNamespace(input_ids=prompt), array("I", prompt)
-    made.pat_sealed = b""
-    degrees.begin(made, tp=1)
-    return made
+    request = Req("r", "", prompt, SamplingParams(), return_logprob=top is not None, top_logprobs_num=top or 0)
+    request.pat_request, request.pat_prompt = SimpleNamespace(input_ids=prompt), array("I", prompt)
+    request.pat_sealed = b""
+    degrees.begin(request, tp=1)
+    return request
 
 
 def _with_history(top: int | None, tokens: int, rng: random.Random) -> Any:
-    made = _request(top)
-    made.output_ids = [rng.randrange(49_152) for _ in range(tokens)]
+    request = _request(top)
+    request.output_ids = [rng.randrange(49_152) for _ in range(tokens)]
     if top is not None:
-        made.send_output_token_logprobs_offset = tokens // SENT_EVERY * SENT_EVERY
-        made.output_token_logprobs_val = [-rng.random() for _ in range(tokens)]
-        made.output_token_logprobs_idx = list(made.output_ids)
+        request.send_output_token_logprobs_offset = tokens // SENT_EVERY * SENT_EVERY
+        request.output_token_logprobs_val = [-rng.random() for _ in range(tokens)]
+        request.output_token_logprobs_idx = list(request.output_ids)
     if top:
-        made.output_top_logprobs_val = [[-rng.random() for _ in range(top)] for _ in range(tokens)]
-        made.output_top_logprobs_idx = [[rng.randrange(49_152) for _ in range(top)] for _ in range(tokens)]
-    return made
+        request.output_top_logprobs_val = [[-rng.random() for _ in range(top)] for _ in range(tokens)]
+        request.output_top_logprobs_idx = [[rng.randrange(49_152) for _ in range(top)] for _ in range(tokens)]
+    return request
 
 
 def _through_a_pause(reqs: list[Any], top: int | None) -> dict[str, float]:
@@ -145,16 +145,16 @@ def histories(requests: int, repeats: int = 5) -> list[dict[str, Any]]:
     """CPU time of the leader that offers so many requests, and of a rank that takes them; medians."""
     if shim.is_needed():
         shim.install()
-    rng, found = random.Random(0), []
+    rng, results = random.Random(0), []
     for kind, top in HISTORIES.items():
         for tokens in (64, 4096):
             reqs = [_with_history(top, tokens, rng) for _ in range(requests)]
             gc.collect()
             gc.freeze()
-            made = [_through_a_pause(reqs, top) for _ in range(repeats)]
-            row = {name: statistics.median(one[name] for one in made) for name in made[0]}
-            found.append({"requests": requests, "kind": kind, "tokens": tokens} | row)
-    return found
+            pauses = [_through_a_pause(reqs, top) for _ in range(repeats)]
+            row = {name: statistics.median(one[name] for one in pauses) for name in pauses[0]}
+            results.append({"requests": requests, "kind": kind, "tokens": tokens} | row)
+    return results
 
 
 def main() -> int:
@@ -165,7 +165,7 @@ def main() -> int:
     if args.requests:
         numbers = [int(number) for number in args.requests.split(",")]
     launch.set_environment(quiet=True)
-    about = _bench.about()
+    machine = _bench.about()
     model = models.make_random("llama", Path(".cache/models/llama"))
     flags = ["--tp", "1", "--dp", "2", "--dtype", "float32", "--max-running-requests", "640"]
     engine = launch.start(launch.make_server_args(str(model), [*flags, "--max-total-tokens", "300000"]))
@@ -185,7 +185,7 @@ def main() -> int:
     for row in of_histories:
         numbers = f"{row['offer_ms']:>9.1f}  {row['take_ms']:>8.1f}  {row['mb']:>6.2f}"
         print(f"{row['requests']:>8}  {row['kind']:>11}  {row['tokens']:>6}  {numbers}")
-    _bench.write(args.json, machine=about, results=rows, histories=of_histories)
+    _bench.write(args.json, machine=machine, results=rows, histories=of_histories)
     return 0
 
 

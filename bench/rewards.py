@@ -46,7 +46,7 @@ SLEEP = "import time\nn = int(input())\ntime.sleep({seconds})\nprint(n + 1)"
 
 
 @dataclass(frozen=True)
-class Response:
+class ProgramResponse:
     """A program of one problem, and what it is."""
 
     problem: int
@@ -69,28 +69,28 @@ def measure_speed(sandbox: Sandbox) -> float:
         return 10_000_000 / min(session.run("1", 60.0, 60.0).cpu for _ in range(3))
 
 
-def make_responses(problems: int, group: int, speed: float, slowest: float, seed: int) -> list[Response]:
+def make_responses(problems: int, group: int, speed: float, slowest: float, seed: int) -> list[ProgramResponse]:
     """Groups of each problem: right, wrong, failing and endless ones.
 
     Problems take from 0.05 seconds to ``slowest``, most of them less than one.  Right answers to a quick problem differ
     by up to two times, to one of more than 0.6 seconds by a tenth to both sides.
     """
-    draw, made = random.Random(seed), list[Response]()
+    draw, responses = random.Random(seed), list[ProgramResponse]()
     for problem in range(problems):
         seconds = 0.05 * (slowest / 0.05) ** (problem / (problems - 1)) ** 2
         for _ in range(group):
             factor = draw.uniform(1, 2) if seconds <= 0.6 else draw.uniform(0.9, 1.1)
             right = SPIN.format(count=int(seconds * factor * speed / 2))  # two test cases
-            made.append(Response(problem, "right", right))
-    for number in draw.sample(range(len(made)), round((ENDLESS + WRONG + RAISES) * len(made))):
+            responses.append(ProgramResponse(problem, "right", right))
+    for number in draw.sample(range(len(responses)), round((ENDLESS + WRONG + RAISES) * len(responses))):
         kind, program = "wrong", "print(int(input()))"
         if draw.random() < RAISES / (WRONG + RAISES):
             kind, program = "raises", "raise ValueError(input())"
-        made[number] = Response(made[number].problem, kind, program)
-    others = [number for number, response in enumerate(made) if response.kind != "right"]
-    for number in draw.sample(others, round(ENDLESS * len(made))):
-        made[number] = Response(made[number].problem, "endless", "while True: pass")
-    return made
+        responses[number] = ProgramResponse(responses[number].problem, kind, program)
+    others = [number for number, response in enumerate(responses) if response.kind != "right"]
+    for number in draw.sample(others, round(ENDLESS * len(responses))):
+        responses[number] = ProgramResponse(responses[number].problem, "endless", "while True: pass")
+    return responses
 
 
 def make_rollout(count: int, seconds: float, seed: int) -> list[float]:
@@ -101,27 +101,27 @@ def make_rollout(count: int, seconds: float, seed: int) -> list[float]:
 
 
 def run_step(
-    responses: Sequence[Response],
+    responses: Sequence[ProgramResponse],
     ends: Sequence[float],
     sandbox: Sandbox,
     limits: TimeLimits,
     maximum: float,
     workers: int = WORKERS,
-) -> tuple[float, list[Score], list[tuple[Response, int]]]:
+) -> tuple[float, list[Score], list[tuple[ProgramResponse, int]]]:
     """Rewards beside the emulated rollout: seconds until both are done, scores, and what is to be run again."""
     waiting: queue.Queue[int | None] = queue.Queue()
     scores: list[Any] = [None] * len(responses)
-    again, lock = list[tuple[Response, int]](), threading.Lock()
+    again, lock = list[tuple[ProgramResponse, int]](), threading.Lock()
 
     def work() -> None:
         while (number := waiting.get()) is not None:
             response = responses[number]
             with lock:
-                given = limits.get_limits(get_keys(response.truth))
-            score = scores[number] = score_response(response.text, response.truth, sandbox, given, maximum=maximum)
+                seconds = limits.get_limits(get_keys(response.truth))
+            score = scores[number] = score_response(response.text, response.truth, sandbox, seconds, maximum=maximum)
             with lock:
-                wanted = limits.record(score.runs)
-            again.extend((response, index) for index, yes in enumerate(wanted) if yes)
+                repeats = limits.record(score.runs)
+            again.extend((response, index) for index, yes in enumerate(repeats) if yes)
 
     start = time.monotonic()
     threads = [threading.Thread(target=work) for _ in range(workers)]
@@ -141,19 +141,19 @@ def bench_speed(sandbox: Sandbox, quick: bool) -> dict[str, Any]:
     """A fixed limit of 30 s, then two steps with adaptive limits: nothing is learnt yet, and the next one."""
     problems, group, rollout, maximum = (8, 8, 12.0, 6.0) if quick else (16, 16, 60.0, 30.0)
     speed = measure_speed(sandbox)
-    made = [make_responses(problems, group, speed, 2.0 if quick else 4.0, seed) for seed in (1, 2)]
-    orders = [random.Random(seed).sample(responses, len(responses)) for seed, responses in enumerate(made)]
+    steps = [make_responses(problems, group, speed, 2.0 if quick else 4.0, seed) for seed in (1, 2)]
+    orders = [random.Random(seed).sample(responses, len(responses)) for seed, responses in enumerate(steps)]
     ends = make_rollout(len(orders[0]), rollout, seed=3)
     learnt = TimeLimits(LimitRules(minimum=min(2.0, maximum), maximum=maximum))
     fixed = TimeLimits(LimitRules(minimum=maximum, maximum=maximum))
-    found: dict[str, Any] = {"programs": dict(Counter(response.kind for response in orders[0])), "rollout": rollout}
+    results: dict[str, Any] = {"programs": dict(Counter(response.kind for response in orders[0])), "rollout": rollout}
     ways = (("fixed", fixed, 0), ("adaptive, first step", learnt, 0), ("adaptive, second step", learnt, 1))
     for name, limits, step in ways:
         seconds, scores, _ = run_step(orders[step], ends, sandbox, limits, maximum)
         pairs = list(zip(orders[step], scores, strict=True))
         right = [score.outcome for response, score in pairs if response.kind == "right"]
         endless = [score.outcome for response, score in pairs if response.kind == "endless"]
-        found[name] = {
+        results[name] = {
             "seconds": round(seconds, 1),
             "after the rollout": round(seconds - rollout, 1),
             "times as fast": 1.0,
@@ -161,24 +161,24 @@ def bench_speed(sandbox: Sandbox, quick: bool) -> dict[str, Any]:
             "endless": dict(Counter(endless)),
             "rewarded, not right": sum(response.kind != "right" and score.value > 0 for response, score in pairs),
         }
-        found[name]["times as fast"] = round(found["fixed"]["seconds"] / found[name]["seconds"], 2)
-        print(f"{name}: {found[name]}", flush=True)
-    return found
+        results[name]["times as fast"] = round(results["fixed"]["seconds"] / results[name]["seconds"], 2)
+        print(f"{name}: {results[name]}", flush=True)
+    return results
 
 
 def bench_wrong_cuts(sandbox: Sandbox, quick: bool) -> dict[str, Any]:
     """Right answers that sleep for times of a wide spread: how many are cut, and what the estimate says."""
     problems, group = (10, 10) if quick else (40, 30)
     draw = random.Random(5)
-    responses = list[Response]()
+    responses = list[ProgramResponse]()
     for problem in range(problems):
         base = 0.04 * 10 ** draw.random()
         for _ in range(group):
             if draw.random() < 0.2:
-                responses.append(Response(problem, "endless", "import time\ntime.sleep(1000)"))
+                responses.append(ProgramResponse(problem, "endless", "import time\ntime.sleep(1000)"))
             else:
                 seconds = min(base * draw.lognormvariate(0, 0.7), 0.8 * 30.0 / SCALE)
-                responses.append(Response(problem, "right", SLEEP.format(seconds=seconds)))
+                responses.append(ProgramResponse(problem, "right", SLEEP.format(seconds=seconds)))
     draw.shuffle(responses)
     rules = LimitRules(minimum=2.0 / SCALE, maximum=30.0 / SCALE, rerun_share=0.3 if quick else 0.1)
     limits = TimeLimits(rules)
@@ -191,14 +191,14 @@ def bench_wrong_cuts(sandbox: Sandbox, quick: bool) -> dict[str, Any]:
         limits.record([job.result() for job in jobs])
     estimate = limits.estimate_wrong_cuts(len(cut))
     truth = sum(response.kind == "right" for response in cut)
-    found = {
+    results = {
         "programs": len(responses), "seconds": round(seconds, 1), "cut": len(cut), "of them right": truth,
         "run again": len(again), "estimate": round(estimate.estimate, 1),
         "interval": [round(estimate.low, 1), round(estimate.high, 1)],
         "within": estimate.low <= truth <= estimate.high,
     }  # fmt: skip
-    print(found, flush=True)
-    return found
+    print(results, flush=True)
+    return results
 
 
 def burn(ready: Any) -> None:
@@ -210,15 +210,15 @@ def burn(ready: Any) -> None:
 @contextmanager
 def burners(count: int) -> Iterator[None]:
     context = multiprocessing.get_context("spawn")
-    made = [(context.Process(target=burn, args=(ready,), daemon=True), ready) for ready in
+    processes = [(context.Process(target=burn, args=(ready,), daemon=True), ready) for ready in
             (context.Event() for _ in range(count))]  # fmt: skip
-    for process, ready in made:
+    for process, ready in processes:
         process.start()
         ready.wait()
     try:
         yield
     finally:
-        for process, _ in made:
+        for process, _ in processes:
             process.kill()
             process.join()
 
@@ -248,7 +248,7 @@ def bench_busy(sandbox: Sandbox, quick: bool) -> dict[str, Any]:
     quiet = run_all()
     with burners(WORKERS):
         busy = run_all()
-    found: dict[str, Any] = {"programs": len(work)}
+    results: dict[str, Any] = {"programs": len(work)}
     for name, clock in CLOCKS.items():
         anchors = dict[int, float]()
         for (problem, _), run in zip(work, quiet, strict=True):
@@ -257,11 +257,11 @@ def bench_busy(sandbox: Sandbox, quick: bool) -> dict[str, Any]:
                   for problem, anchor in anchors.items()}  # fmt: skip
         cut = sum(clock(run) > limits[problem] for (problem, _), run in zip(work, busy, strict=True))
         longer = sorted(clock(after) / clock(before) for before, after in zip(quiet, busy, strict=True))
-        found[name] = {"cut": cut, "seconds of all, before": round(sum(map(clock, quiet)), 1),
+        results[name] = {"cut": cut, "seconds of all, before": round(sum(map(clock, quiet)), 1),
                        "beside": round(sum(map(clock, busy)), 1), "longer, median": round(statistics.median(longer), 2),
                        "longer, most": round(longer[-1], 2)}  # fmt: skip
-        print(f"{name}: {found[name]}", flush=True)
-    return found
+        print(f"{name}: {results[name]}", flush=True)
+    return results
 
 
 def bench_cost(sandbox: Sandbox, quick: bool) -> dict[str, Any]:
@@ -276,13 +276,13 @@ def bench_cost(sandbox: Sandbox, quick: bool) -> dict[str, Any]:
                 session.run("1", 30.0, 30.0)
                 ran = time.monotonic()
             times[name].append((opened - start + time.monotonic() - ran, ran - opened))
-    found = {
+    results = {
         name: {what: round(1000 * statistics.median(values), 1)
                for what, values in zip(("start and end, ms", "case, ms"), zip(*rows, strict=True), strict=True)}
         for name, rows in times.items()
     }  # fmt: skip
-    print(found, flush=True)
-    return found
+    print(results, flush=True)
+    return results
 
 
 BENCHES = {"cost": bench_cost, "speed": bench_speed, "wrong-cuts": bench_wrong_cuts, "busy": bench_busy}
@@ -297,12 +297,12 @@ def main() -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    about = _bench.about(sandbox=sandbox.describe())
-    found = {}
+    machine = _bench.about(sandbox=sandbox.describe())
+    results = {}
     for name in args.only:
         print(f"== {name}", flush=True)
-        found[name] = BENCHES[name](sandbox, args.quick)
-    _bench.write(args.json, about=about, **found)
+        results[name] = BENCHES[name](sandbox, args.quick)
+    _bench.write(args.json, about=machine, **results)
     return 0
 
 

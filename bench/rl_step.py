@@ -43,7 +43,7 @@ from _programs import MAXIMUM, MINIMUM, make_ground_truth
 from _verl_jobs import APART, ROOT, Steps
 from matplotlib.patches import Patch
 
-from sglang_pat.demo.cases import NATURAL, Case
+from sglang_pat.demo.cases import NATURAL, DemoCase
 from sglang_pat.testing import models
 from sglang_pat.tools import console, pictures
 from sglang_pat.tools.console import Speaker
@@ -54,7 +54,8 @@ from on_cpu import cpu_jobs
 
 MODEL = Path(".cache/models/llama-step")
 SHAPE = dict(layers=2, hidden=256, intermediate=1536, heads=4, kv_heads=2, logit_std=1)
-"""So large that training takes about as much of a step as in the paper.  tp2 is hardly faster than tp1."""
+"""Shape of the model, so large that training takes about as much of a step as in the paper. tp2 is hardly faster than
+tp1."""
 STAGES = {
     "rollout, s": "step/generation", "reward, s": "step/reward", "training, s": "step/training",
     "weights, s": "timing_s/update_weights", "step, s": "timing_s/step", "hidden, s": "step/hidden",
@@ -103,7 +104,7 @@ def _batch_tail(mode: str) -> tuple[str, ...]:
 
 
 def write_prompts(file: Path, count: int) -> None:
-    """As verl reads them, with the test cases of programs."""
+    """Write prompts as verl reads them, with the test cases of programs."""
     import pandas
 
     rows = run_cpu.rows(cpu_jobs.prompts(count, chat=False))
@@ -179,7 +180,8 @@ HEADS = ("with", *STAGES, "times as fast", "as the row above")
 
 
 def show(found: dict[str, list[Steps]]) -> None:
-    """As the page has it: means over steps; of the last columns the mean over turns, the least and the most."""
+    """Print the table as the page has it: means over steps; of the last columns the mean over turns, the least and the
+    most."""
     for cells in (HEADS, ["---"] * len(HEADS), *list_rows(found)):
         print(f"| {' | '.join(cells)} |")
 
@@ -202,13 +204,13 @@ def main() -> int:
     models.make_random("llama", MODEL, **SHAPE)
     speaker = Speaker(console.make())
     profile = rollout.sweep(
-        Case("llama-step", NATURAL, rollout.LOGNORMAL), MODEL, "20s" if args.quick else "1m", speaker
+        DemoCase("llama-step", NATURAL, rollout.LOGNORMAL), MODEL, "20s" if args.quick else "1m", speaker
     )
     settings = {name: value for name, value in vars(args).items() if name not in ("json", "png")}
-    about = _bench.about(**settings)
+    machine = _bench.about(**settings)
     arguments = list_ways(profile)
     ways = {way: arguments[way] for way in args.ways}
-    found: dict[str, list[Steps]] = {way: [] for way in ways}
+    steps_by_way: dict[str, list[Steps]] = {way: [] for way in ways}
     loads: dict[str, list[float]] = {way: [] for way in ways}
     first = dict.fromkeys(ways, next(iter(ways)))
     with tempfile.TemporaryDirectory() as folder:
@@ -219,15 +221,15 @@ def main() -> int:
                 steps = _verl_jobs.run(
                     args, MODEL, "_step_job.TimedLengths", f"data.train_files={prompts}", WORKERS, *more
                 )
-                found[way].append(steps)
+                steps_by_way[way].append(steps)
                 loads[way].append(os.getloadavg()[0])
-                said = f"{mean(step['timing_s/step'] for step in steps):.1f} s a step, load {loads[way][-1]:.1f}"
-                print(f"turn {turn + 1}/{args.repeats}, {way}: {said}", flush=True)
+                text = f"{mean(step['timing_s/step'] for step in steps):.1f} s a step, load {loads[way][-1]:.1f}"
+                print(f"turn {turn + 1}/{args.repeats}, {way}: {text}", flush=True)
             # After each turn, so that one who has to stop it has the turns before.
-            _bench.write(args.json, about=about, loads=loads, steps=found, faster=compare(found, first))
-    show(found)
+            _bench.write(args.json, about=machine, loads=loads, steps=steps_by_way, faster=compare(steps_by_way, first))
+    show(steps_by_way)
     if args.png:
-        draw([dict(zip(HEADS, line, strict=True)) for line in list_rows(found)], args.png)
+        draw([dict(zip(HEADS, line, strict=True)) for line in list_rows(steps_by_way)], args.png)
     return 0
 
 

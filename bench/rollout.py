@@ -19,8 +19,8 @@ from pathlib import Path
 import _bench
 
 from sglang_pat.demo import contest
-from sglang_pat.demo.cases import BANDWIDTH, MAKERS, NATURAL, QUICK, SMOLLM2, WIDE, Case, LognormalBatch
-from sglang_pat.demo.contest import HIGH, LOW, POLICY, DemoError, Result, Run, StepTime
+from sglang_pat.demo.cases import BANDWIDTH, MAKERS, NATURAL, QUICK, SMOLLM2, WIDE, DemoCase, LognormalBatch
+from sglang_pat.demo.contest import HIGH, LOW, POLICY, BatchRun, ContestResult, DemoError, StepTime
 from sglang_pat.tools import console
 from sglang_pat.tools.console import Speaker
 
@@ -36,16 +36,16 @@ CAPPED = LognormalBatch(128, 64, 0.3, 448, capped=0.06)
 LATENCY = "200:1"
 """An emulated link that takes its time for each message; ``BANDWIDTH`` is one that takes it for each byte."""
 REGIMES = {
-    "smollm2": Case(SMOLLM2, NATURAL, LOGNORMAL),
-    "smollm2-bandwidth": Case(SMOLLM2, BANDWIDTH, LognormalBatch(64, 32, 1.0, 448)),
-    "smollm2-latency": Case(SMOLLM2, LATENCY, LognormalBatch(64, 32, 1.0, 448)),
-    "wide": Case(WIDE, NATURAL, LOGNORMAL),
-    "wide-bandwidth": Case(WIDE, BANDWIDTH, CAPPED),
-    "wide-latency": Case(WIDE, LATENCY, LOGNORMAL),
+    "smollm2": DemoCase(SMOLLM2, NATURAL, LOGNORMAL),
+    "smollm2-bandwidth": DemoCase(SMOLLM2, BANDWIDTH, LognormalBatch(64, 32, 1.0, 448)),
+    "smollm2-latency": DemoCase(SMOLLM2, LATENCY, LognormalBatch(64, 32, 1.0, 448)),
+    "wide": DemoCase(WIDE, NATURAL, LOGNORMAL),
+    "wide-bandwidth": DemoCase(WIDE, BANDWIDTH, CAPPED),
+    "wide-latency": DemoCase(WIDE, LATENCY, LOGNORMAL),
 }
 
 
-def sweep(case: Case, model: Path, budget: str, speaker: Speaker) -> Path:
+def sweep(case: DemoCase, model: Path, budget: str, speaker: Speaker) -> Path:
     """The profile of this model over this link; a sweep that was interrupted goes on."""
     out = CACHE / "profiles" / f"rollout-{model.name}-{case.link.replace(':', '_')}.json"
     return contest.sweep_profile(case, model, out, budget, GRID, speaker, None)
@@ -56,8 +56,8 @@ def ratios(times: list[StepTime]) -> dict[int, float]:
     return {time.requests: round(time.seconds[str(HIGH)] / time.seconds[str(LOW)], 2) for time in times}
 
 
-def figures(case: Case, result: Result) -> dict:
-    """What ``--json`` keeps of a case."""
+def figures(case: DemoCase, result: ContestResult) -> dict:
+    """Figures of a case, for ``--json``."""
     return {
         "link": case.link,
         "work": asdict(case.work),
@@ -76,13 +76,13 @@ def figures(case: Case, result: Result) -> dict:
     }
 
 
-def gains(result: Result, name: str) -> list[float]:
+def gains(result: ContestResult, name: str) -> list[float]:
     """Seconds of the better static layout over those of a contender, round by round."""
     best = result.list_seconds(result.static[0])
     return [one / other for one, other in zip(best, result.list_seconds(name), strict=True)]
 
 
-def _switches(run: Run) -> list[dict]:
+def _switches(run: BatchRun) -> list[dict]:
     return [
         {
             "at": switch.at, "from_tp": switch.from_tp, "to_tp": switch.to_tp, "requests": switch.requests,
@@ -93,9 +93,9 @@ def _switches(run: Run) -> list[dict]:
 
 
 def last_switches(found: dict) -> str:
-    """When ``survival`` changed the layout in its last round."""
-    made = [switch for switch in found["runs"][POLICY]["switches"][-1] if switch["requests"]]
-    each = [f"tp{s['to_tp']} at {s['at']:.1f} s ({s['requests']} left)" for s in made]
+    """Switches of ``survival`` in its last round."""
+    switches = [switch for switch in found["runs"][POLICY]["switches"][-1] if switch["requests"]]
+    each = [f"tp{s['to_tp']} at {s['at']:.1f} s ({s['requests']} left)" for s in switches]
     return "switches of the last round: " + (", ".join(each) or "none")
 
 
@@ -107,7 +107,7 @@ def main() -> int:
     args = parser.parse_args()
     regimes = QUICK if args.quick else {name: REGIMES[name] for name in args.only or REGIMES}
     rounds, budget = (1, "20s") if args.quick else (args.rounds, args.budget)
-    about = _bench.about()
+    machine = _bench.about()
     results = {}
     if args.json and args.json.is_file():
         results = {result["regime"]: result for result in json.loads(args.json.read_text())["results"]}
@@ -124,13 +124,13 @@ def main() -> int:
             played = contest.run_rounds(case, model, profile, lambda done, _: done < rounds, speaker)
         except DemoError as error:
             sys.exit(f"error: {error}")
-        found = figures(case, Result(steps, played))
-        results[name] = {"regime": name, "model": case.model, "tp2_over_tp1": over, "machine": about} | found
-        for contender, run in found["runs"].items():
-            ratio = found["runs"][found["best_static"]]["median"] / run["median"]
+        case_figures = figures(case, ContestResult(steps, played))
+        results[name] = {"regime": name, "model": case.model, "tp2_over_tp1": over, "machine": machine} | case_figures
+        for contender, run in case_figures["runs"].items():
+            ratio = case_figures["runs"][case_figures["best_static"]]["median"] / run["median"]
             by_rounds = f"{run['against_best_static']:.3f} by rounds"
             print(f"  {contender:16} median {run['median']:6.1f} s, best static over it {ratio:.3f}, {by_rounds}")
-        print(f"  {last_switches(found)}")
+        print(f"  {last_switches(case_figures)}")
         _bench.write(args.json, results=list(results.values()))  # beside those of others
     return 0
 

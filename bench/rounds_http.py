@@ -26,7 +26,7 @@ import aiohttp
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS = 16
-"""Of each answer."""
+"""Tokens of each answer."""
 PROMPT = list(range(100, 356))
 RESPONSES = 16
 SAMPLING = {"max_new_tokens": 64, "ignore_eos": True}
@@ -34,7 +34,7 @@ TICK_SECONDS = 0.001
 
 
 class Stalls:
-    """How long an event loop stands still at most: what wakes every millisecond is late by so much."""
+    """Longest time that an event loop stands still: what wakes every millisecond is late by so much."""
 
     def __init__(self) -> None:
         self.longest = 0.0
@@ -50,7 +50,7 @@ class Stalls:
 
 
 class Stub:
-    """As much of a TokenizerManager as rounds use."""
+    """A TokenizerManager, as far as rounds use it."""
 
     tokenizer = None
     context_len = max_req_input_len = 100_000
@@ -60,7 +60,7 @@ class Stub:
         self.model_config = SimpleNamespace(vocab_size=5000, hf_eos_token_id=None)
         self.rid_to_state: dict[str, None] = {}
         self.expected = 0
-        """Samples that are waited for before any is answered."""
+        """Number of samples that are waited for before any is answered."""
         self._came = 0
         self._all = asyncio.Event()
 
@@ -68,7 +68,8 @@ class Stub:
         self.expected, self._came, self._all = samples, 0, asyncio.Event()
 
     async def generate_request(self, obj: Any, request: Any):
-        """As SGLang: several requests in one are answered as they end; what is streamed begins with the first token."""
+        """Answers in SGLang's manner: several requests in one are answered as they end; what is streamed begins with
+        the first token."""
         obj.normalize_batch_and_arguments()
         if obj.is_single:
             await self._sample()
@@ -112,7 +113,7 @@ def _answer(rid: str, tokens: int) -> dict[str, Any]:
 
 
 def serve(port: int) -> None:
-    """In the server's process."""
+    """Serve, in the server's process."""
     from sglang_pat.cpu import shim
 
     if shim.is_needed():
@@ -161,7 +162,7 @@ async def ready(url: str) -> None:
 
 
 async def run_round(url: str, prompts: int, number: int) -> int:
-    """A round of ``RolloutClient``; the number of responses."""
+    """Run a round of ``RolloutClient``; returns the number of responses."""
     from sglang_pat.rollout.admitter import Admitter
     from sglang_pat.rollout.client import RolloutClient
     from sglang_pat.rollout.records import Group
@@ -174,7 +175,7 @@ async def run_round(url: str, prompts: int, number: int) -> int:
 
 
 async def one(url: str, prompts: int, number: int, together: bool) -> dict[str, float]:
-    """Of one round: microseconds a sample, by the clock and of CPU; milliseconds of the longest stalls."""
+    """Microseconds a sample of one round, by the clock and of CPU; milliseconds of the longest stalls."""
     samples = prompts * RESPONSES
     async with aiohttp.ClientSession() as session:
         before = await get(session, f"{url}/bench/begin?expected={samples if together else 0}")
@@ -193,8 +194,8 @@ async def measure(url: str, prompts: int, rounds: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for together in (False, True):
         # The first does not count.
-        found = [await one(url, prompts, n + together * (rounds + 1), together) for n in range(rounds + 1)][1:]
-        row = {key: statistics.median(one[key] for one in found) for key in found[0]}
+        measured = [await one(url, prompts, n + together * (rounds + 1), together) for n in range(rounds + 1)][1:]
+        row = {key: statistics.median(one[key] for one in measured) for key in measured[0]}
         rows.append({"answers": "together" if together else "at once"} | row)
         shown = "  ".join(f"{key} {value:8.1f}" for key, value in row.items())
         print(f"{rows[-1]['answers']:>8}  {shown}", flush=True)
@@ -215,8 +216,8 @@ def main() -> int:
     from sglang_pat.tools.machine import describe_machine
 
     prompts, rounds = (64, 1) if args.quick else (1024, args.rounds)
-    about = describe_machine()
-    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    machine = describe_machine()
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
     print(f"{prompts * RESPONSES} samples; a stub server; medians of {rounds}", flush=True)
     port = find_free_port()
     process = start(port)
@@ -229,7 +230,7 @@ def main() -> int:
     finally:
         process.kill()
     if args.json:
-        args.json.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
     return 0
 
 

@@ -38,11 +38,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10, help="switches there and back of each engine (default: 10)")
     args = parser.parse_args()
     launch.set_environment(quiet=True)
-    about = _bench.about()
+    machine = _bench.about()
     model = models.make_random("qwen3_moe", Path(".cache/models/qwen3_moe-routed"), **MODEL)
     tokens, rounds = REQUESTS * (1024 if args.quick else CONTEXT), 3 if args.quick else args.rounds
     sizes = ("--dtype", "float32", "--max-total-tokens", str(tokens // 2 + 16384), "--max-running-requests", "64")
-    found: dict[str, dict[int, list[dict]]] = {way: {2: [], 1: []} for way in WAYS}
+    records: dict[str, dict[int, list[dict]]] = {way: {2: [], 1: []} for way in WAYS}
     with ExitStack() as stack:
         workers: dict[str, Worker] = {}
         for way, flags in WAYS.items():
@@ -52,25 +52,26 @@ def main() -> int:
         for _ in range(TURNS):
             for way, worker in workers.items():
                 with suspend(*(other for other in workers.values() if other is not worker)):
-                    made = worker.do(
+                    switched = worker.do(
                         commands.switches, low=1, high=2, requests=REQUESTS, tokens=tokens,
                         rounds=1 + -(-rounds // TURNS),
                     )  # fmt: skip
-                for record in made[2:]:  # the first of a batch touches memory for the first time
-                    found[way][record["to_tp"]].append(record)
+                for record in switched[2:]:  # the first of a batch touches memory for the first time
+                    records[way][record["to_tp"]].append(record)
     print(f"{REQUESTS} requests of {tokens // REQUESTS} tokens, median pause of {rounds} switches, ms:")
     for tp in (2, 1):
-        pauses = {way: [1e3 * record["pause_seconds"] for record in made[tp]] for way, made in found.items()}
+        pauses = {way: [1e3 * record["pause_seconds"] for record in switched[tp]] for way, switched in records.items()}
         ratios = [one / other for one, other in zip(pauses["with"], pauses["without"], strict=True)]
         shown = ", ".join(
-            f"{way} {statistics.median(mine):.1f} ({min(mine):.1f} to {max(mine):.1f})" for way, mine in pauses.items()
+            f"{way} {statistics.median(times):.1f} ({min(times):.1f} to {max(times):.1f})"
+            for way, times in pauses.items()
         )
         print(f"  to tp{tp}: {shown}; ratio {statistics.median(ratios):.3f}")
-        plans = {way: [record["phases"]["plan"] for record in made[tp]] for way, made in found.items()}
+        plans = {way: [record["phases"]["plan"] for record in switched[tp]] for way, switched in records.items()}
         print(
             "    its part 'plan': " + ", ".join(f"{way} {1e3 * statistics.median(p):.1f}" for way, p in plans.items())
         )
-    _bench.write(args.json, machine=about, tokens=tokens, found=found)
+    _bench.write(args.json, machine=machine, tokens=tokens, found=records)
     return 0
 
 

@@ -40,7 +40,7 @@ COLUMNS = {
 
 
 def run(mode: str, share: float, args: argparse.Namespace) -> Steps:
-    """One job."""
+    """Run one job."""
     more = ("--gpus", "1", "--settings", "{base_tp:1}", f"trainer.v1.trainer_mode={mode}", *APART)
     return _verl_jobs.run(
         args, MODEL, "_stream_job.DrawnLengths", *more, "ray_kwargs.ray_init.num_gpus=2", FETCH_SHARE=str(share)
@@ -48,7 +48,7 @@ def run(mode: str, share: float, args: argparse.Namespace) -> Steps:
 
 
 def compare(found: dict[str, Steps]) -> dict[str, list[float]]:
-    """How many times as long as with ``stream`` each step takes."""
+    """Times that each step takes as long as with ``stream``."""
     name = "timing_s/step"
     return {
         way: [one[name] / other[name] for one, other in zip(steps, found["stream"], strict=True)]
@@ -75,16 +75,18 @@ def main() -> None:
     if args.quick:
         args.repeats, args.steps, args.shares = 1, 3, [0.3]
     models.make_random("llama", MODEL, heads=4, kv_heads=2, logit_std=1)
-    about = _bench.about(batch=args.batch, samples=args.samples, response=args.response, load=os.getloadavg()[0])
+    machine = _bench.about(batch=args.batch, samples=args.samples, response=args.response, load=os.getloadavg()[0])
     ways = {"whole": ("fetch_whole", 1.0), "stream": ("sglang_pat_stream", 1.0)}
     ways |= {f"once {share:.0%}": ("fetch_once", share) for share in args.shares}
-    found: dict[str, Steps] = {way: [] for way in ways}
+    steps_by_way: dict[str, Steps] = {way: [] for way in ways}
     for _ in range(args.repeats):
         for way, (mode, share) in ways.items():
-            found[way] += run(mode, share, args)
-    show(found)
-    columns = {way: [{name: step[name] for name in COLUMNS.values()} for step in steps] for way, steps in found.items()}
-    _bench.write(args.json, about=about, steps=columns, longer=compare(found))
+            steps_by_way[way] += run(mode, share, args)
+    show(steps_by_way)
+    columns = {
+        way: [{name: step[name] for name in COLUMNS.values()} for step in steps] for way, steps in steps_by_way.items()
+    }
+    _bench.write(args.json, about=machine, steps=columns, longer=compare(steps_by_way))
 
 
 if __name__ == "__main__":

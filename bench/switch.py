@@ -22,7 +22,7 @@ from pathlib import Path
 import _bench
 import _switch_commands as commands
 import _switch_figures as figures
-from _switch_figures import QUICK, SETTINGS, Setting
+from _switch_figures import QUICK, SETTINGS, SwitchSetting
 
 from profiler import launch
 from profiler.worker import Worker
@@ -38,8 +38,8 @@ LARGE = 16384
 """Tokens alive beyond which the engines are not there together: eight ranks' KV would not fit in memory."""
 
 
-def engine(model: Path, setting: Setting, pool: int, *flags: str) -> Worker:
-    """``pool``: KV tokens of a replica."""
+def engine(model: Path, setting: SwitchSetting, pool: int, *flags: str) -> Worker:
+    """An engine; ``pool``: KV tokens of a replica."""
     sizes = ("--dtype", "float32", "--max-total-tokens", str(pool), "--max-running-requests", "64")
     return Worker(model, *setting.flags, *sizes, *flags)
 
@@ -60,35 +60,35 @@ def copy_seconds(ranks: int, size: int, repeats: int = 5) -> float:
     """Seconds for each of ``ranks`` processes to put ``size`` bytes into shared memory and to take another's out."""
     context = multiprocessing.get_context("fork")
     areas = [context.RawArray("b", size) for _ in range(ranks)]
-    barrier, found = context.Barrier(ranks), context.Queue()
+    barrier, medians = context.Barrier(ranks), context.Queue()
 
     def run(rank: int) -> None:
         import numpy as np
 
         shared = [np.frombuffer(area, dtype=np.int8) for area in areas]
-        mine, into = np.ones(size, np.int8), np.ones(size, np.int8)
+        source, into = np.ones(size, np.int8), np.ones(size, np.int8)
         best = []
         for _ in range(repeats + 1):
             barrier.wait()
             begun = time.perf_counter()
-            shared[rank][:] = mine
+            shared[rank][:] = source
             barrier.wait()
             into[:] = shared[(rank + 1) % ranks]
             barrier.wait()
             best.append(time.perf_counter() - begun)
         if rank == 0:
-            found.put(statistics.median(best[1:]))
+            medians.put(statistics.median(best[1:]))
 
     processes = [context.Process(target=run, args=(rank,)) for rank in range(ranks)]
     for process in processes:
         process.start()
-    seconds = found.get()
+    seconds = medians.get()
     for process in processes:
         process.join()
     return seconds
 
 
-def restart(model: Path, setting: Setting, pool: int) -> dict[str, float]:
+def restart(model: Path, setting: SwitchSetting, pool: int) -> dict[str, float]:
     """Stop an engine, start one in the layout of the higher degree, prefill all requests again: seconds by part."""
     tokens, requests = setting.headline
     worker = engine(model, setting, pool)
@@ -104,7 +104,7 @@ def restart(model: Path, setting: Setting, pool: int) -> dict[str, float]:
     return {"stop": stopped_at - begun, "start": started - stopped_at, "prefill": prefill}
 
 
-def compare(model: Path, setting: Setting, rounds: int, save: Callable[[dict], None]) -> dict:
+def compare(model: Path, setting: SwitchSetting, rounds: int, save: Callable[[dict], None]) -> dict:
     """All points, both ways; then the restart.  ``save`` is given what is there after each point."""
     result: dict = {
         "flags": setting.flags, "ranks": setting.ranks, "kv_bytes_per_token": kv_bytes(model), "layers": layers(model),
@@ -130,7 +130,9 @@ def compare(model: Path, setting: Setting, rounds: int, save: Callable[[dict], N
     return result
 
 
-def measure(workers: dict[str, Worker], setting: Setting, points: list[dict], rounds: int, save: Callable) -> None:
+def measure(
+    workers: dict[str, Worker], setting: SwitchSetting, points: list[dict], rounds: int, save: Callable
+) -> None:
     """Adds switches to the points: in each round all points, at each point one way after the other.
 
     So that what the machine does in one minute falls on all of them alike.
@@ -139,8 +141,8 @@ def measure(workers: dict[str, Worker], setting: Setting, points: list[dict], ro
         for point in points:
             for way, worker in workers.items():
                 with suspend(*(other for other in workers.values() if other is not worker)):
-                    made = worker.do(commands.switches, **batch(setting, point["tokens"], point["requests"]))
-                point["switches"].setdefault(way, []).extend(made)
+                    records = worker.do(commands.switches, **batch(setting, point["tokens"], point["requests"]))
+                point["switches"].setdefault(way, []).extend(records)
             with suspend(*workers.values()):
                 moved = point["switches"]["ours"][0]["moved_bytes"] // setting.ranks
                 point.setdefault("copies", []).append(copy_seconds(setting.ranks, max(moved, 1)))
@@ -148,8 +150,8 @@ def measure(workers: dict[str, Worker], setting: Setting, points: list[dict], ro
             save()
 
 
-def alone(worker: Worker, setting: Setting, points: list[dict], result: dict, rounds: int) -> None:
-    """What is measured of ours only: memory, lending, return to base, steps after a switch."""
+def alone(worker: Worker, setting: SwitchSetting, points: list[dict], result: dict, rounds: int) -> None:
+    """Figures of ours only: memory, lending, return to base, steps after a switch."""
     for point in points:
         point["taken"] = worker.do(commands.taken, **batch(setting, point["tokens"], point["requests"]))
         point["lending"] = worker.do(commands.lending, rounds=3, **batch(setting, point["tokens"], point["requests"]))
@@ -162,11 +164,11 @@ def alone(worker: Worker, setting: Setting, points: list[dict], result: dict, ro
         contexts = None if contexts else pair["contexts"]
 
 
-def batch(setting: Setting, tokens: int, requests: int) -> dict[str, int]:
+def batch(setting: SwitchSetting, tokens: int, requests: int) -> dict[str, int]:
     return {"low": setting.low, "high": setting.high, "requests": requests, "tokens": tokens}
 
 
-def kv_tokens(setting: Setting, points: list[dict]) -> int:
+def kv_tokens(setting: SwitchSetting, points: list[dict]) -> int:
     """A pool for the longest single request, and for half of the tokens at most on one replica with several."""
     replicas = setting.ranks // setting.low
     return max(max(p["tokens"] // min(p["requests"], replicas), p["tokens"] // p["requests"]) for p in points) + 8192
@@ -186,8 +188,8 @@ def idle_slots(rounds: int) -> dict[int, list[float]]:
             for size, worker in workers.items():
                 with suspend(*(other for other in workers.values() if other is not worker)):
                     worker.do(commands.switches, **batch(setting, 1024, 4))
-                    found = worker.do(commands.switches, **batch(setting, 1024, 4))
-                pauses.setdefault(size, []).extend(r["pause_seconds"] - r["phases"]["drain"] for r in found)
+                    records = worker.do(commands.switches, **batch(setting, 1024, 4))
+                pauses.setdefault(size, []).extend(r["pause_seconds"] - r["phases"]["drain"] for r in records)
     return pauses
 
 
@@ -197,7 +199,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="switches there and back at each point (default: 5)")
     args = parser.parse_args()
     launch.set_environment(quiet=True)  # which the engines inherit
-    about = _bench.about()
+    machine = _bench.about()
     if args.quick:
         model, settings, rounds = models.make_random("llama", CACHE / "llama"), QUICK, 2
     else:
@@ -206,15 +208,15 @@ def main() -> int:
     results: dict = {}
 
     def save(result: dict, **more: object) -> None:
-        """After each point."""
+        """Save the results after each point."""
         results[name] = result
-        _bench.write(args.json, machine=about, model=model.name, results=results, **more)
+        _bench.write(args.json, machine=machine, model=model.name, results=results, **more)
 
     for name, setting in settings.items():
         print(f"{name}, tp{setting.low} and tp{setting.high}, {model.name}:", flush=True)
         save(compare(model, setting, rounds, save))
         figures.table(name, results[name], setting)
-    pauses = {size: statistics.median(found) for size, found in idle_slots(rounds).items()}
+    pauses = {size: statistics.median(times) for size, times in idle_slots(rounds).items()}
     shown = ", ".join(f"{1e3 * seconds:.1f} ms with {size} slots" for size, seconds in pauses.items())
     print(f"idle slots, tiny model, 4 requests, 1024 tokens: {shown}")
     save(results[name], idle_slots=pauses)

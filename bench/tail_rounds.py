@@ -25,7 +25,7 @@ import rollout
 from rich.console import Console
 from rich.table import Table
 
-from sglang_pat.demo.cases import MAKERS, QUICK, SMOLLM2, TINY, WIDE, Case
+from sglang_pat.demo.cases import MAKERS, QUICK, SMOLLM2, TINY, WIDE, DemoCase
 from sglang_pat.demo.contest import KV_TOKENS, LOW, POLICY, RANKS
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.predict.cost import build_predictors
@@ -44,9 +44,9 @@ from studies.shapes import Shape
 
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 PROMPT_TOKENS = 32
-"""About what the chats have."""
+"""Tokens of a prompt, about as many as the chats have."""
 RHO, SEED = 0.5, 1
-"""Of lengths that are given."""
+"""Correlation and seed of lengths that are given."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RealJob:
             correlation RHO.
     """
 
-    case: Case
+    case: DemoCase
     num_prompts: int
     num_responses: int
     rounds: int
@@ -113,7 +113,7 @@ def _given(generate: Callable[..., Any], lengths: Lengths) -> Callable[..., Any]
     return with_length
 
 
-class Contender:
+class RoundContender:
     """A way to make rounds, over-provisioned by ``eta``."""
 
     def __init__(self, name: str, server: Server, job: RealJob, eta: float) -> None:
@@ -122,7 +122,8 @@ class Contender:
         self._admitter, self._fed = Admitter(self.rules), 0
 
     def run_round(self, version: int) -> None:
-        """One more in :attr:`rounds`: seconds, kind, each response's length, whether it ended by itself, and so on."""
+        """Run one more of :attr:`rounds`: seconds, kind, each response's length, whether it ended by itself, and so
+        on."""
         self._feed_prompts()
         before = self.server.status()["num_switches"]
         began = time.monotonic()
@@ -151,12 +152,12 @@ class Contender:
 
 
 def run(console: Console, jobs: dict[str, RealJob], budget: str) -> dict:
-    """All contenders on each model, round by round in turn; the first round does not count."""
-    about, found = _bench.about(), {}
+    """Run all contenders on each model, round by round in turn; the first round does not count."""
+    machine, models = _bench.about(), {}
     for name, job in jobs.items():
-        found[name] = _model(console, job, budget)
-        show(console, name, job, found[name])
-    return {"machine": about, "models": found}
+        models[name] = _model(console, job, budget)
+        show(console, name, job, models[name])
+    return {"machine": machine, "models": models}
 
 
 def _model(console: Console, job: RealJob, budget: str) -> dict[str, list[dict]]:
@@ -166,12 +167,12 @@ def _model(console: Console, job: RealJob, budget: str) -> dict[str, list[dict]]
         servers: list[Server] = []
         for flags in (["--pat-policy", "off"], ["--pat-policy", POLICY, "--pat-profile", str(profile)]):
             with suspend(*servers):
-                made = Server(model, *RANKS, "--adaptive-tp", *flags, max_total_tokens=KV_TOKENS)
-                servers.append(stack.enter_context(made))
+                new_server = Server(model, *RANKS, "--adaptive-tp", *flags, max_total_tokens=KV_TOKENS)
+                servers.append(stack.enter_context(new_server))
         contenders = [
-            Contender("without", servers[0], job, 1.0),
-            Contender("tail batching", servers[0], job, 1.25),
-            Contender("tail batching, adaptive", servers[1], job, 1.25),
+            RoundContender("without", servers[0], job, 1.0),
+            RoundContender("tail batching", servers[0], job, 1.25),
+            RoundContender("tail batching, adaptive", servers[1], job, 1.25),
         ]
         for number in range(1 + job.rounds):
             for contender in contenders:
@@ -185,7 +186,7 @@ def _model(console: Console, job: RealJob, budget: str) -> dict[str, list[dict]]
     return {contender.name: contender.rounds[1:] for contender in contenders}
 
 
-def predict(contender: Contender, path: Path, adaptive: bool) -> None:
+def predict(contender: RoundContender, path: Path, adaptive: bool) -> None:
     """How long the simulator says that the same rounds take, on the profile: same prompts, same lengths."""
     profile = load(path, complete=True)
     predictor, costs = build_predictors(profile)
@@ -194,8 +195,8 @@ def predict(contender: Contender, path: Path, adaptive: bool) -> None:
         policy=make_policy(POLICY, predictor=predictor, costs=costs) if adaptive else None,
     )  # fmt: skip
     simulation = Simulation(engines, contender.rules, contender.job.shape, RHO, SEED, PROMPT_TOKENS)
-    for number, found in enumerate(contender.rounds):
-        found["predicted"] = simulation.run_round(number).seconds
+    for number, measured in enumerate(contender.rounds):
+        measured["predicted"] = simulation.run_round(number).seconds
 
 
 def show(console: Console, name: str, job: RealJob, contenders: dict[str, list[dict]]) -> None:
@@ -239,8 +240,8 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=JOBS, default=list(JOBS))
     args = parser.parse_args()
     jobs = QUICK_JOBS if args.quick else {name: JOBS[name] for name in args.models}
-    found = run(Console(width=170), jobs, "20s" if args.quick else "4m")
-    _bench.write(args.json, **found)
+    results = run(Console(width=170), jobs, "20s" if args.quick else "4m")
+    _bench.write(args.json, **results)
     return 0
 
 

@@ -71,13 +71,13 @@ class Stepper:
         return model
 
     def copied(self, layout: ParallelLayout) -> torch.nn.Module:
-        """The same with weights of its own, each in one piece."""
+        """The model of rank 0 in ``layout`` with weights of its own, each in one piece."""
         model = self.rank.make_model(layout.tp, 0)
-        held, wanted, base = make_shard_specs(self.base), make_shard_specs(model), dict(self.base.named_parameters())
+        held, shards, base = make_shard_specs(self.base), make_shard_specs(model), dict(self.base.named_parameters())
         for name, param in model.named_parameters():
-            source, dim = base[name].data, wanted[name].dim
+            source, dim = base[name].data, shards[name].dim
             if dim is not None:
-                pieces = list_copies(held[name].list_intervals(1, 0), wanted[name].list_intervals(layout.tp, 0))
+                pieces = list_copies(held[name].list_intervals(1, 0), shards[name].list_intervals(layout.tp, 0))
                 source = torch.cat([source.narrow(dim, piece.src, piece.length) for piece in pieces], dim)
             param.data = source.clone(memory_format=torch.contiguous_format)
         return model
@@ -112,7 +112,7 @@ def compare(stepper: Stepper, tp: int, batches: tuple[int, ...], rounds: int) ->
     """Steps of the viewed and the copied model of degree ``tp`` in turn; ``ratio``: median of the rounds' ratios."""
     layout = ParallelLayout(tp, 1)
     models = {"views": stepper.viewed(layout), "copies": stepper.copied(layout)}
-    found = []
+    results = []
     for batch in batches:
         steps = {name: stepper.step(model, tp, batch) for name, model in models.items()}
         logits = {name: step() for name, step in steps.items()}
@@ -125,11 +125,11 @@ def compare(stepper: Stepper, tp: int, batches: tuple[int, ...], rounds: int) ->
                 seconds[name].append(time.thread_time() - began)
         ratios = [ours / theirs for ours, theirs in zip(seconds["views"], seconds["copies"], strict=True)]
         quarters = statistics.quantiles(ratios, n=4)
-        found.append(
+        results.append(
             {"tp": tp, "batch": batch, "rounds": rounds, "ratio": statistics.median(ratios), "quartiles": quarters}
             | {f"{name}_seconds": statistics.median(times) for name, times in seconds.items()}
         )
-    return found
+    return results
 
 
 def main() -> int:
@@ -139,7 +139,7 @@ def main() -> int:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     degrees, batches, rounds = ((2,), (1, 16), 20) if args.quick else ((2, 4), BATCHES, args.rounds)
-    about = _bench.about()
+    machine = _bench.about()
     table = Table(title="a decode step, ms", title_justify="left")
     for column in ("model", "tp", "batch", "copies", "views", "views / copies", "half of the rounds"):
         table.add_column(column, justify="right")
@@ -153,7 +153,7 @@ def main() -> int:
                 times = (f"{row[f'{kind}_seconds'] * 1e3:.2f}" for kind in ("copies", "views"))
                 table.add_row(name, str(tp), str(row["batch"]), *times, f"{row['ratio']:.3f}", f"{low:.3f}-{high:.3f}")
     Console(width=120).print(table)
-    _bench.write(args.json, machine=about, results=results)
+    _bench.write(args.json, machine=machine, results=results)
     return 0
 
 

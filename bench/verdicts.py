@@ -41,35 +41,35 @@ def verify(gold: str, answer: str, **_: Any) -> float:
 async def judge(pool: RewardPool, verdicts: int) -> tuple[float, list[Reward]]:
     pairs = [PAIRS[number % len(PAIRS)] for number in range(verdicts)]
     begin = time.perf_counter()
-    found = await asyncio.gather(*(pool.score({"gold": gold, "answer": answer}) for gold, answer, _ in pairs))
+    rewards = await asyncio.gather(*(pool.score({"gold": gold, "answer": answer}) for gold, answer, _ in pairs))
     seconds = time.perf_counter() - begin
-    wrong = [pair for pair, reward in zip(pairs, found, strict=True) if reward.value != pair[2]]
+    wrong = [pair for pair, reward in zip(pairs, rewards, strict=True) if reward.value != pair[2]]
     assert not wrong, wrong[0]
-    return seconds, found
+    return seconds, rewards
 
 
 async def measure(processes: int, rounds: int) -> list[float]:
     pool = RewardPool(verify, processes=processes)
     await judge(pool, 10 * processes)  # each process imports math-verify
-    found = []
+    times = []
     for _ in range(rounds):
         seconds, rewards = await judge(pool, 200)
         running = sum(reward.running for reward in rewards) / len(rewards)
         print(f"  200 verdicts in {seconds:.2f} s, {200 / seconds:.0f}/s; {1e3 * running:.1f} ms each in a process")
-        found.append(seconds)
+        times.append(seconds)
     await pool.close()
-    return found
+    return times
 
 
 def main() -> int:
     parser = _bench.options(__doc__, "3 rounds in place of 10; some 5 s")
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
-    about = _bench.about()
+    machine = _bench.about()
     seconds = sorted(asyncio.run(measure(args.processes, 3 if args.quick else 10)))
     median = seconds[len(seconds) // 2]
     print(f"median {median:.2f} s, slowest {seconds[-1]:.2f} s; goal: at most 2 s")
-    _bench.write(args.json, about=about, processes=args.processes, seconds=seconds)
+    _bench.write(args.json, about=machine, processes=args.processes, seconds=seconds)
     return 0
 
 

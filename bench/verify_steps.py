@@ -28,7 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         chosen=8, expert_width=768,
     ),
 }  # fmt: skip
-"""As published; heads of 128 dimensions."""
+"""Shapes of models as published; heads of 128 dimensions."""
 CONTEXTS, REQUESTS, TOKENS = (2048, 8192, 16384), (1, 2, 4, 8, 16, 32, 64), (1, 2, 3, 5, 9)
 """``TOKENS`` of a request in a step: 1 is a plain step, k + 1 one that checks k drafts."""
 EXTENDED = 5
@@ -136,15 +136,15 @@ def measure(name: str, contexts: tuple[int, ...]) -> list[dict[str, Any]]:
             for requests in REQUESTS
             if requests * (context + 16) + 1 < runner.max_total_num_tokens
         ]
-        found = []
+        results = []
         for context, requests in points:
             graphs = runner.graph_runner
             rows = {tokens: time_step(runner, graphs, requests, tokens, context, True) for tokens in TOKENS}
-            found.append({"shard": name, "context": context, "requests": requests, "rows": rows})
+            results.append({"shard": name, "context": context, "requests": requests, "rows": rows})
         graphs = make_verify_graphs(runner)
-        for entry, (context, requests) in zip(found, points, strict=True):
+        for entry, (context, requests) in zip(results, points, strict=True):
             entry["extend"] = {EXTENDED: time_step(runner, graphs, requests, EXTENDED, context, False)}
-    return found
+    return results
 
 
 def print_table(found: list[dict[str, Any]]) -> None:
@@ -178,10 +178,10 @@ def main() -> int:
             parser.error("--json FILE: the times of one shard; give --shards with one")
         command = [sys.executable, __file__, *(["--quick"] if args.quick else []), "--shards"]
         return max(subprocess.run([*command, name]).returncode for name in args.shards)
-    found = measure(args.shards[0], CONTEXTS[:1] if args.quick else CONTEXTS)
-    print_table(found)
+    results = measure(args.shards[0], CONTEXTS[:1] if args.quick else CONTEXTS)
+    print_table(results)
     if args.json:
-        args.json.write_text(json.dumps(found))
+        args.json.write_text(json.dumps(results))
     return 0
 
 

@@ -18,7 +18,7 @@ PARTS = {
     "generation": pictures.STEEL, "training": pictures.PALE_PURPLE, "weight sync": pictures.RED,
     "other": pictures.LIGHT,
 }  # fmt: skip
-"""Of a step, and their colours."""
+"""Parts of a step, and their colours."""
 
 
 @dataclass
@@ -44,19 +44,19 @@ class Visit:
 
 
 def visits(log: Path) -> list[Visit]:
-    """From a decision log (``--pat-log``): the times with requests in the engine, cut where the layout changes."""
-    found: list[Visit] = []
+    """Visits in a decision log (``--pat-log``): the times with requests in the engine, cut where the layout changes."""
+    times: list[Visit] = []
     works = False
     for event in map(json.loads, log.read_text().splitlines()):
         if event.get("event") != "decision":
             continue
         now, requests, tp = (event["snapshot"][name] for name in ("now", "requests", "tp"))
         if works:
-            found[-1].end = now
-        if requests and not (works and found[-1].tp == tp):
-            found.append(Visit(now, now, tp))
+            times[-1].end = now
+        if requests and not (works and times[-1].tp == tp):
+            times.append(Visit(now, now, tp))
         works = requests > 0
-    return found
+    return times
 
 
 def draw(path: Path, steps: Sequence[Step], logs: Sequence[Path]) -> Path:

@@ -1,4 +1,5 @@
-"""The points that are measured, and their order: from ``--grid`` and from what the deployment holds."""
+"""The points that are measured (:func:`list_points`), and their order: from ``--grid`` (:func:`resolve`) and from what
+the deployment holds (:class:`Limits`)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from sglang_pat.tools.commands import UsageError
 WARM_UP = 4
 """Decode steps of a full batch that are not counted."""
 STEPS, LEAST_STEPS = 32, 4
-"""Decode steps measured at a point; so many at least, where a step is slow."""
+"""Decode steps measured at a point, and their least number where a step is slow."""
 SLACK = 6
 """Decode steps by which requests of one batch may start apart."""
 SWITCH_ANSWER = 256
@@ -22,7 +23,7 @@ LEAST_CONTEXT, LEAST_GAP = 48, 16
 """Tokens: shortest context (the steps must fit below it), and the least distance of two."""
 
 BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (64, 512, 2048, 8192, 32768)
-"""Coarse: a finer grid decides no better (docs/results/profiler.md)."""
+"""Default axes, coarse: a finer grid decides no better (docs/results/profiler.md)."""
 LONE = (1, 4)
 PREFILL_BATCHES, PREFILL_LENGTHS = (1, 4), (64, 1024, 8192)
 SWITCH_CONTEXTS = (128, 2048)
@@ -63,12 +64,12 @@ class Grid:
     switch_context: tuple[int, ...] = SWITCH_CONTEXTS
 
     def __post_init__(self) -> None:
-        """Raises UsageError."""
+        """Raise UsageError unless the axes are usable."""
         for name, values in asdict(self).items():
             least = LEAST_CONTEXT if name in ("context", "switch_context") else 1
             if list(values) != sorted(set(values)) or any(value < least for value in values):
-                given = ",".join(map(str, values))
-                raise UsageError(f"--grid {name}={given}: give ascending numbers, each at least {least}")
+                text = ",".join(map(str, values))
+                raise UsageError(f"--grid {name}={text}: give ascending numbers, each at least {least}")
         for name, gap in (("context", LEAST_GAP), ("switch_context", SWITCH_ANSWER)):
             for low, high in pairwise(getattr(self, name)):
                 if high - low < gap:
@@ -77,7 +78,7 @@ class Grid:
             raise UsageError("--grid: batch and context need at least one number each")
 
     def as_lists(self) -> dict[str, list[int]]:
-        """As the profile keeps it."""
+        """Axes as the profile keeps them."""
         return {name: list(values) for name, values in asdict(self).items()}
 
 
@@ -155,7 +156,7 @@ class Point:
 
     @property
     def row(self) -> tuple:
-        """What it has in common with those that differ in batch and context."""
+        """What a point has in common with those that differ in batch and context."""
         return (self.kind, self.tp, self.to_tp, self.replicas)
 
     def __str__(self) -> str:
@@ -175,11 +176,11 @@ def list_points(grid: Grid, limits: Limits) -> list[Point]:
         UsageError: more than a profile may have.
     """
     rounds = range(max(map(len, grid.as_lists().values())))
-    found = [point for number in rounds for point in _round(grid, limits, number)]
+    points = [point for number in rounds for point in _round(grid, limits, number)]
     for kind in ("decode", "prefill", "switch"):
-        if (count := sum(point.kind == kind for point in found)) > MOST_POINTS:
+        if (count := sum(point.kind == kind for point in points)) > MOST_POINTS:
             raise UsageError(f"--grid: {count} {kind} points, a profile has at most {MOST_POINTS}; give fewer numbers")
-    return found
+    return points
 
 
 def _round(grid: Grid, limits: Limits, number: int) -> Iterator[Point]:
@@ -207,16 +208,16 @@ def _round(grid: Grid, limits: Limits, number: int) -> Iterator[Point]:
 
 
 def _sort_coarse_first(values: Sequence[int]) -> list[int]:
-    """Both ends, the middle, the quarters, ...: beyond the ends a policy has only a guess."""
-    found, step = [*values[:1], *values[-1:]], 1 << len(values).bit_length()
+    """Values in the order both ends, the middle, the quarters, ...: beyond the ends a policy has only a guess."""
+    order, step = [*values[:1], *values[-1:]], 1 << len(values).bit_length()
     while step > 1:
         step //= 2
-        found += values[step::step]
-    return list(dict.fromkeys(found))
+        order += values[step::step]
+    return list(dict.fromkeys(order))
 
 
 def list_required_points(found: Sequence[Point]) -> set[Point]:
-    """Those without which nothing can be predicted: the first decode point of each layout with all its replicas, and
+    """Points without which nothing can be predicted: the first decode point of each layout with all its replicas, and
     the first switch of each pair that moves KV."""
     first: dict[tuple[int, int], Point] = {}
     for point in found:

@@ -1,4 +1,5 @@
-"""Command line → engine: SGLang's flags go through to its own parser, the engine is started with ours."""
+"""Command line → engine: SGLang's flags go through to its own parser (:func:`make_server_args`), the engine is started
+with ours (:func:`start`)."""
 
 from __future__ import annotations
 
@@ -53,10 +54,10 @@ def make_server_args(model: str, flags: list[str], policy: Sequence[str] = MANUA
 
         parser = Parser(prog="profiler", allow_abbrev=True)  # SGLang's own --tp is an abbreviation
         AdaptiveServerArgs.add_cli_args(parser)
-        given = ["--model-path", model, *flags, "--adaptive-tp", *policy]
-        given += ["--log-level", "error"] if quiet else []
+        arguments = ["--model-path", model, *flags, "--adaptive-tp", *policy]
+        arguments += ["--log-level", "error"] if quiet else []
         check_sglang()
-        return AdaptiveServerArgs.from_cli_args(parser.parse_args(given))
+        return AdaptiveServerArgs.from_cli_args(parser.parse_args(arguments))
     except (ValueError, OSError, SGLangMismatch, AssertionError) as error:
         raise UsageError(format_short_line(error)) from None
 

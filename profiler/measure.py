@@ -1,4 +1,5 @@
-"""One point of the grid: the requests that make it up, and what their steps took."""
+"""One point of the grid (:func:`decode`, :func:`measure_prefill`, :func:`measure_switches`): the requests that make it
+up, and what their steps took."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from profiler.windows import decode_windows, measure_prefill_seconds
 from sglang_pat.predict.profile import DecodePoint, PrefillPoint, SwitchSample
 
 ATTEMPTS = 5
-"""Runs in which the batch was not what it should be (requests placed otherwise), before giving up."""
+"""Number of runs in which the batch may not be what it should be (requests placed otherwise), before giving up."""
 FILLER_STEPS = 12
 """Decode steps of the requests that keep the other replicas' places while one is filled."""
 PREFILLS, QUICK_SECONDS = 3, 1.0
-"""A prefill is repeated, so many times at most, until its runs took so long together."""
+"""Most repeats of a prefill, and the seconds that its runs must have taken together for it to end sooner."""
 SWITCH_ROUNDS = 3
-"""There and back, so many times with the same requests."""
+"""Number of times that switches go there and back with the same requests."""
 
 
 class NotMeasured(RuntimeError):
@@ -28,7 +29,7 @@ class NotMeasured(RuntimeError):
 
 
 class TooSlow(NotMeasured):
-    """It took longer than it may: what has more requests or tokens does so, too."""
+    """A point takes longer than it may: what has more requests or tokens does so, too."""
 
 
 async def decode(
@@ -54,13 +55,13 @@ async def decode(
         while True:
             _, late = await asyncio.wait(tasks, timeout=wait)
             trace += await rig.read_trace()
-            found = decode_windows(trace, tp=point.tp, replicas=point.replicas, batch=point.batch, most=steps)
-            if not late or found is not None or time.monotonic() - begun > limit:
+            windows = decode_windows(trace, tp=point.tp, replicas=point.replicas, batch=point.batch, most=steps)
+            if not late or windows is not None or time.monotonic() - begun > limit:
                 break
             wait = share and share / 4
         await (rig.abort(tasks) if late else rig.finish(tasks))
-        if found is not None:
-            samples, context = found
+        if windows is not None:
+            samples, context = windows
             return DecodePoint(
                 tp=point.tp, replicas=point.replicas, batch=point.batch, context=round(context),
                 seconds=median(samples), samples=samples,
@@ -105,10 +106,10 @@ async def measure_prefill(rig: Rig, point: Point, limit: float = math.inf) -> Pr
         await (rig.abort(tasks) if late else rig.finish(tasks))
         if late:
             raise TooSlow(f"{point}: takes over {limit:.0f} s")
-        found = measure_prefill_seconds(
+        seconds = measure_prefill_seconds(
             await rig.read_trace(), tp=point.tp, replicas=point.replicas, batch=point.batch, length=point.context
         )
-        samples += [] if found is None else [found]
+        samples += [] if seconds is None else [seconds]
         if len(samples) >= PREFILLS or sum(samples) > QUICK_SECONDS:
             break
     if not samples:
@@ -120,7 +121,7 @@ async def measure_prefill(rig: Rig, point: Point, limit: float = math.inf) -> Pr
 
 
 async def measure_switches(rig: Rig, point: Point, limit: float = math.inf) -> list[SwitchSample]:
-    """From ``point.tp`` to ``point.to_tp`` and back, :data:`SWITCH_ROUNDS` times.
+    """Samples of switches from ``point.tp`` to ``point.to_tp`` and back, :data:`SWITCH_ROUNDS` times.
 
     Raises:
         NotMeasured: the requests ended too soon, or do not begin within ``limit`` seconds.

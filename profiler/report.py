@@ -82,7 +82,7 @@ def format_page(profile: Profile, between: LayoutComparison | None) -> str:
         for (low, high, requests, _, mode), samples in groups
     ]  # fmt: skip
     shown = base64.b64encode(draw_picture(profile, between)).decode()
-    parts = [
+    sections = [
         f"<h1>Profile of {html.escape(mark.model)}</h1>",
         f"<p><b>This is {thin}.</b></p>" if (thin := describe_thinness(profile)) else "",
         "" if profile.complete else "<p><b>An interrupted sweep: some points are missing.</b></p>",
@@ -98,7 +98,7 @@ def format_page(profile: Profile, between: LayoutComparison | None) -> str:
     ]
     style = STYLE.substitute(line=pictures.LINE, grid=pictures.GRID)
     head = f'<meta charset="utf-8"><title>Profile</title><style>{style}</style>'
-    return f"<!doctype html><html><head>{head}</head><body>" + "\n".join(parts) + "</body></html>\n"
+    return f"<!doctype html><html><head>{head}</head><body>" + "\n".join(sections) + "</body></html>\n"
 
 
 def _get_kind(sample: Any) -> tuple[int, int, int, int, str]:
@@ -127,12 +127,12 @@ def draw_picture(profile: Profile, between: LayoutComparison | None) -> bytes:
         most = {}
         for tp in degrees:
             dp, color = ranks // tp, pictures.choose_color(degrees, tp)
-            found = [p for p in points[tp] if _is_near(p, context)]
-            most[tp] = max((p.batch for p in found), default=1) * dp
+            near = [p for p in points[tp] if _is_near(p, context)]
+            most[tp] = max((p.batch for p in near), default=1) * dp
             line = np.unique(np.geomspace(1, most[tp], 200).round())
             seconds = step_seconds(predictor, tp, line, context)
             one.plot(line, 1e3 * seconds, color=color, label=pictures.format_layout(ranks, tp), linewidth=1.8)
-            one.plot([p.batch * dp for p in found], [1e3 * p.seconds for p in found], "o", color=color, ms=4)
+            one.plot([p.batch * dp for p in near], [1e3 * p.seconds for p in near], "o", color=color, ms=4)
             lone = [p for p in profile.decode if (p.tp, p.replicas, p.batch) == (tp, 1, 1) and _is_near(p, context)]
             if dp > 1:
                 one.plot([1] * len(lone), [1e3 * p.seconds for p in lone], "o", color=color, ms=4, mfc="white")

@@ -1,4 +1,4 @@
-"""The engine as the profiler uses it: batches of exact shapes, the trace of their steps, switches."""
+"""The engine as the profiler uses it (:class:`Rig`): batches of exact shapes, the trace of their steps, switches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Rig:
 
     Attributes:
         engine: :class:`~sglang_pat.server.engine.Engine`.
-        temperature: of the sampling; 0 is greedy.
+        temperature: temperature of the sampling; 0 is greedy.
         layouts: lowest degree first.
         tp: degree in force.
     """
@@ -53,7 +53,7 @@ class Rig:
     # -- requests -------------------------------------------------------------------------------------
 
     def sample_tokens(self, count: int) -> list[int]:
-        """Random token ids."""
+        """Random token ids for a prompt."""
         return self._random.choices(range(self.model.vocab_size), k=count)
 
     def send(self, prompts: Sequence[list[int]], answers: Sequence[int], **sampling: Any) -> list[asyncio.Task]:
@@ -69,7 +69,7 @@ class Rig:
         return await self.engine.async_generate(input_ids=prompt, sampling_params=params, return_routed_experts=routed)
 
     async def finish(self, tasks: Sequence[asyncio.Task]) -> list[dict[str, Any]]:
-        """All answers, and the engine empty again."""
+        """Wait for all answers, and until the engine is empty again."""
         answers = await asyncio.gather(*tasks)
         await self.wait_until_idle()
         return answers
@@ -81,7 +81,7 @@ class Rig:
         await self.wait_until_idle()
 
     async def wait_until_idle(self) -> None:
-        """Until no request is known to the engine: then the next batch is spread evenly."""
+        """Wait until no request is known to the engine: then the next batch is spread evenly."""
         await self._manager.pat_wait_until_idle()
 
     async def flush(self) -> None:
@@ -91,7 +91,7 @@ class Rig:
             raise RuntimeError(f"the cache cannot be emptied: {answer.message or 'requests are alive'}")
 
     def inject(self, prompts: list[list[int]]) -> None:
-        """What is sent next finds ``prompts`` in every replica's radix cache, with whatever KV."""
+        """Have what is sent next find ``prompts`` in every replica's radix cache, with whatever KV."""
         self.engine.inject_prefixes(prompts)
 
     async def read_trace(self) -> list[Step]:
@@ -99,7 +99,7 @@ class Rig:
         return await self.engine.async_trace()
 
     async def wait_until_decoding(self, tasks: Sequence[asyncio.Task], requests: int, steps: int = 2) -> None:
-        """Until ``requests`` requests in all have decoded together for ``steps`` steps, in the layout in force.
+        """Wait until ``requests`` requests in all have decoded together for ``steps`` steps, in the layout in force.
 
         Forgets the trace.  Returns as well if all ``tasks`` are over.
         """
@@ -119,7 +119,7 @@ class Rig:
     # -- layouts ----------------------------------------------------------------------------------------
 
     async def reconfigure(self, tp: int) -> dict[str, Any]:
-        """Switch; the record, empty if nothing was to be done."""
+        """Switch; returns the record, empty if nothing was to be done."""
         if tp == self.tp:
             return {}
         record = await self.engine.async_reconfigure(tp)

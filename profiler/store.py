@@ -1,4 +1,5 @@
-"""The profile while it grows: what is measured already, saved after each point, whole or not at all."""
+"""The profile while it grows (:class:`Store`): what is measured already, saved after each point, whole or not at
+all."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def _compare(path: Path, pairs: list[tuple[str, object, object]]) -> None:
 
 
 class Store:
-    """A profile on its way to ``path``.  Every ``add`` saves."""
+    """A profile on its way to ``path``.  Every ``add`` saves it."""
 
     def __init__(self, path: Path, profile: Profile) -> None:
         self.path, self.profile = path, profile
@@ -122,7 +123,7 @@ class Store:
         elif isinstance(measured, PrefillPoint):
             change = {"prefill": (*profile.prefill, measured)}
         else:
-            points = {self.find_point(found): found for found in profile.decode}
+            points = {self.find_point(earlier): earlier for earlier in profile.decode}
             point = self.find_point(measured)
             if before := points.get(point):
                 samples = before.samples + measured.samples

@@ -40,12 +40,13 @@ from sglang_pat.tools.console import Speaker
 from sglang_pat.tools.cpu_share import Meter
 
 SHARES, LEAST_LIMIT = 5, 0.05
-"""A point may take so many times its share of the time left, and this part of the budget in any case.  What is slower
-is left out, and what has more requests or tokens is not tried: there the predictor goes on with the last slope."""
+"""Factors of a point's limit: it may take so many times its share of the time left, and this part of the budget in any
+case.  What is slower is left out, and what has more requests or tokens is not tried: there the predictor goes on with
+the last slope."""
 LEAST_SHARE = 0.5
-"""Seconds of a point, however little time is left."""
+"""Least seconds of a point, however little time is left."""
 TEMPERATURE = 1.0
-"""Of the sampling: a step of a rollout."""
+"""Temperature of the sampling, as in a rollout."""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -84,18 +85,18 @@ def parse_budget(text: str) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    found, asked = load_existing(options.out), grids.format_axes(options.axes)
-    if found is not None:
-        check_asked(options.out, found, asked)
+    profile, asked = load_existing(options.out), grids.format_axes(options.axes)
+    if profile is not None:
+        check_asked(options.out, profile, asked)
     args = launch.make_server_args(options.model_path, options.flags)
-    if found is not None:
+    if profile is not None:
         # Without an engine: it takes a while to start.
-        check_same(options.out, found, launch.make_fingerprint(args))
+        check_same(options.out, profile, launch.make_fingerprint(args))
     speaker = Speaker(console.make())
     with speaker.show_waiting("starting the engine"):
         engine = launch.start(args)
     try:
-        return launch.run(engine, lambda: measure_all(engine, options, found, asked, speaker))
+        return launch.run(engine, lambda: measure_all(engine, options, profile, asked, speaker))
     except KeyboardInterrupt:
         kept = f": what was measured is in {options.out}; the same command goes on" if options.out.exists() else ""
         speaker.say(f"interrupted{kept}")
@@ -105,18 +106,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def measure_all(
-    engine: Any, options: argparse.Namespace, found: Profile | None, asked: str, speaker: Speaker
+    engine: Any, options: argparse.Namespace, earlier: Profile | None, asked: str, speaker: Speaker
 ) -> int:
-    """The command once the engine runs; ``found``: the profile to go on with, ``asked``: the canonical ``--grid``."""
+    """The command once the engine runs; ``earlier``: the profile to go on with, ``asked``: the canonical ``--grid``."""
     rig = Rig(engine, TEMPERATURE)
     await rig.connect()
     fingerprint = engine.get_fingerprint()
     limits = rig.compute_limits(fingerprint.kv_tokens, fingerprint.max_running)
-    if found is None:
+    if earlier is None:
         grid = grids.resolve(options.axes, limits).as_lists()
-        found = Profile(fingerprint=fingerprint, grid=grid, machine={"grid": asked})
-    sweep = Sweep(rig, Store(options.out, found), limits, options.budget, speaker, time.monotonic())
-    if found.complete and sweep.done == sweep.total:
+        earlier = Profile(fingerprint=fingerprint, grid=grid, machine={"grid": asked})
+    sweep = Sweep(rig, Store(options.out, earlier), limits, options.budget, speaker, time.monotonic())
+    if earlier.complete and sweep.done == sweep.total:
         speaker.say(f"{options.out} is complete: {sweep.done} points; nothing to do")
         return 0
     before = f", {sweep.done} measured before" if sweep.done else ""
@@ -187,7 +188,7 @@ class Sweep:
 
     @property
     def line(self) -> str:
-        """How far it is."""
+        """One line that says how far the sweep is."""
         text = f"  {self.done:3d} of {self.total} points, {clock(self.left)} left: {self.what}"
         return text + (f"; {self.left_out} left out" if self.left_out else "")
 
@@ -226,7 +227,7 @@ class Sweep:
         store.change(machine=store.profile.machine | {"others_share": others} | left)
 
     async def _warm_up(self) -> None:
-        """Each layout once, not counted: the first steps of an engine are slow."""
+        """Warm up each layout once, not counted: the first steps of an engine are slow."""
         for layout in self._limits.layouts:
             first = next((p for p in self._points if (p.kind, p.tp) == ("decode", layout.tp)), None)
             if first is not None:
@@ -239,14 +240,14 @@ class Sweep:
         self.what = str(point)
         again = point in self.store.list_done()
         try:
-            found = await self._one(point, share, limit)
+            measured = await self._one(point, share, limit)
         except NotMeasured as error:
             if isinstance(error, TooSlow):
                 self._slow.append(point)
             if not again:
                 self.notes.append(str(error))
             return
-        self.store.add(found, self.spent)
+        self.store.add(measured, self.spent)
         self.done += not again
 
     async def _one(self, point: Point, share: float, limit: float) -> DecodePoint | PrefillPoint | list[SwitchSample]:
@@ -255,10 +256,10 @@ class Sweep:
         await self._rig.reconfigure(point.tp)
         if point.kind == "prefill":
             return await measure.measure_prefill(self._rig, point, limit)
-        found = await measure.decode(self._rig, point, share=share, limit=limit)
-        if found.context < 1 or self.store.find_point(found) != point:
-            raise NotMeasured(f"{point}: its requests had {found.context} tokens, as the engine counts them")
-        return found
+        decoded = await measure.decode(self._rig, point, share=share, limit=limit)
+        if decoded.context < 1 or self.store.find_point(decoded) != point:
+            raise NotMeasured(f"{point}: its requests had {decoded.context} tokens, as the engine counts them")
+        return decoded
 
 
 def is_beyond(point: Point, slow: Point) -> bool:

@@ -31,15 +31,15 @@ from sglang_pat.tools.prompts import PROMPTS
 
 RUNS = 3
 VALIDATION = "validation.json"
-"""In the folder of a report."""
+"""Name of the validation in the folder of a report."""
 
 
 class LayoutComparison(msgspec.Struct, frozen=True, kw_only=True):
     """What a profile gets wrong between layouts.
 
     Attributes:
-        common: by how much all layouts are slower than predicted.
-        beside: by how much each is slower than that.
+        common: share by which all layouts are slower than predicted.
+        beside: share by which each is slower than that.
         error: standard deviation of ``beside``, with the machine's noise taken out; 0 where that explains all of it.
         noise: standard deviation of ``beside`` that the runs' own differences explain.
     """
@@ -64,7 +64,7 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Raises UsageError or ProfileError."""
+    """The command; raises UsageError or ProfileError."""
     parser = Parser(prog="python -m profiler.validate", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("profile", type=Path, metavar="profile.json")
     parser.add_argument("--model-path", "--model", required=True, metavar="M")
@@ -86,13 +86,13 @@ def main(argv: list[str] | None = None) -> int:
     with speaker.show_waiting("starting the engine"):
         engine = launch.start(server_args)
     try:
-        found = launch.run(engine, lambda: _decode_all(engine, profile, args.requests, args.max_new_tokens, speaker))
+        slowness = launch.run(engine, lambda: _decode_all(engine, profile, args.requests, args.max_new_tokens, speaker))
     finally:
         engine.shutdown()
-    between = compare_layouts(found)
+    between = compare_layouts(slowness)
     speaker.say(str(between))
     if args.out:
-        written = {"between": msgspec.structs.asdict(between), "slowness": found}
+        written = {"between": msgspec.structs.asdict(between), "slowness": slowness}
         files.write(json.dumps(written, indent=1).encode() + b"\n", args.out / VALIDATION)
     return 0
 
@@ -109,7 +109,7 @@ async def _decode_all(
         free = rig.send(prompts, [most] * requests, ignore_eos=False)
         lengths = [answer["meta_info"]["completion_tokens"] for answer in await rig.finish(free)]
     speaker.say(f"{requests} prompts; answers of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all")
-    found: dict[str, list[float]] = {str(layout): [] for layout in rig.layouts}
+    slowness: dict[str, list[float]] = {str(layout): [] for layout in rig.layouts}
     for number in range(RUNS):  # layouts in turn: what disturbs the machine for a while falls on all
         for layout in rig.layouts:
             await rig.reconfigure(layout.tp)
@@ -117,21 +117,21 @@ async def _decode_all(
                 await rig.flush()
                 await rig.read_trace()
                 await rig.finish(rig.send(prompts, lengths))
-                found[str(layout)].append(compute_slowdown(await rig.read_trace(), predictor, layout.tp))
+                slowness[str(layout)].append(compute_slowdown(await rig.read_trace(), predictor, layout.tp))
     await rig.reconfigure(rig.layouts[0].tp)
-    return found
+    return slowness
 
 
 def make_chat_prompts(tokenizer: Any, count: int) -> list[list[int]]:
     """Token ids of ``count`` prompts of the demonstration, again from the first when they run out."""
-    found = []
+    token_ids = []
     for index in range(count):
         text = PROMPTS[index % len(PROMPTS)]
         if getattr(tokenizer, "chat_template", None):
             message = [{"role": "user", "content": text}]
             text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-        found.append(list(tokenizer.encode(text)))
-    return found
+        token_ids.append(list(tokenizer.encode(text)))
+    return token_ids
 
 
 def compute_slowdown(trace: list[Step], predictor: Predictor, tp: int) -> float:

@@ -13,7 +13,8 @@ from typing import Any
 from profiler.grid import LEAST_STEPS, STEPS, WARM_UP
 
 WINDOWS = 3
-"""The steps of one run are cut into so many windows, where there are enough: one that was disturbed is outvoted."""
+"""Number of windows into which the steps of one run are cut, where there are enough: one that was disturbed is
+outvoted."""
 
 Step = dict[str, Any]
 
@@ -62,9 +63,9 @@ def decode_windows(
 def measure_prefill_seconds(trace: list[Step], *, tp: int, replicas: int, batch: int, length: int) -> float | None:
     """Time to prefill ``batch`` requests of ``length`` tokens on each replica, in however many steps; mean over
     replicas, None if not every replica got its share."""
-    found = group_by_rank(trace, kind="prefill", tp=tp)
-    work = {rank: sum(step["tokens"] for step in steps) for rank, steps in found.items()}
+    steps_by_rank = group_by_rank(trace, kind="prefill", tp=tp)
+    work = {rank: sum(step["tokens"] for step in steps) for rank, steps in steps_by_rank.items()}
     even = all(0.9 * batch * length - batch <= tokens <= 1.1 * batch * length + batch for tokens in work.values())
-    if len(found) != replicas or not even:
+    if len(steps_by_rank) != replicas or not even:
         return None
-    return mean(sum(step["seconds"] for step in steps) for steps in found.values())
+    return mean(sum(step["seconds"] for step in steps) for steps in steps_by_rank.values())

@@ -30,7 +30,7 @@ END_SECONDS = 60
 
 
 def search_path() -> dict[str, str]:
-    """For the environment of a process that is to find modules where this one does."""
+    """Environment of a process that is to find modules where this one does."""
     return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
@@ -82,10 +82,10 @@ class Worker(Program):
             raise WorkerError(f"no answer after {seconds:.0f} s{self._read_log()}")
         if not (line := answers.readline()):
             raise WorkerError(f"the engine ended with code {self.process.wait()}{self._read_log()}")
-        found = json.loads(line)
-        if "error" in found:
-            raise WorkerError(found["error"])
-        return found["answer"]
+        reply = json.loads(line)
+        if "error" in reply:
+            raise WorkerError(reply["error"])
+        return reply["answer"]
 
     def _read_log(self) -> str:
         return f"; end of {self._log}:\n{self._log.read_text(errors='replace')[-3000:]}" if self._log else ""

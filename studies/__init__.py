@@ -8,4 +8,4 @@ your own lengths; ``simulate`` drains a batch, ``rounds`` simulates rounds of th
 from pathlib import Path
 
 PROFILES = Path(__file__).resolve().parent / "profiles"
-"""Of machines that are not here."""
+"""Folder with profiles of machines that are not here."""

@@ -32,7 +32,7 @@ from sglang_pat.rollout import redraws
 from sglang_pat.rollout.records import Group
 from sglang_pat.rollout.rules import Rules
 from studies import PROFILES
-from studies.rounds import Engines, Round, Simulation
+from studies.rounds import Engines, SimulatedRound, Simulation
 from studies.shapes import Shape, parse_shape
 from studies.tail_batching import CORRELATIONS, SETTINGS
 
@@ -56,7 +56,7 @@ WEIGHED = "strict (default)"
 
 
 @dataclass(frozen=True)
-class Job:
+class EpochJob:
     """One epoch."""
 
     way: str
@@ -65,8 +65,8 @@ class Job:
     prompts: int
 
 
-def simulate(job: Job) -> dict[str, dict[str, float]]:
-    """What one epoch gives, and what its truth is; by way: inverse-probability weights are ways of their own."""
+def simulate(job: EpochJob) -> dict[str, dict[str, float]]:
+    """Figures of one epoch, and its truth; by way: inverse-probability weights are ways of their own."""
     profile = load(PROFILES / f"{SETTING.profile}.json")
     predictor, costs = build_predictors(profile)
     engines = Engines(
@@ -80,10 +80,10 @@ def simulate(job: Job) -> dict[str, dict[str, float]]:
         rounds = simulation.run_epoch()
     lengths = np.array([found for round_ in rounds for found in round_.summary.kept_lengths])
     true_mean, true_cap = compute_truth(shape, job)
-    made, last = int(lengths.sum()), rounds[-1].summary
-    about = {
+    tokens, last = int(lengths.sum()), rounds[-1].summary
+    figures = {
         "true_mean": true_mean, "true_cap": true_cap, "seconds": sum(found.seconds for found in rounds),
-        "tokens": (made + sum(found.summary.thrown for found in rounds)) / made,
+        "tokens": (tokens + sum(found.summary.thrown for found in rounds)) / tokens,
         "redraws": sum(found.summary.redraws for found in rounds),
         "deferred": sum(bool(group.floors) for found in rounds for group in found.groups),
         "gave_up": sum(found.summary.gave_up for found in rounds),
@@ -93,10 +93,10 @@ def simulate(job: Job) -> dict[str, dict[str, float]]:
         "by_chance": last.mean_undropped_error / last.mean_undropped,
         "plain": last.plain_seconds * len(rounds),
     }
-    result = {job.way: about | estimated | summarize_weighted(lengths, np.ones(len(lengths)))}
+    result = {job.way: figures | estimated | summarize_weighted(lengths, np.ones(len(lengths)))}
     if job.way == WEIGHED:
         for name, weights in inverse_probability(rounds).items():
-            result[name] = about | summarize_weighted(lengths, np.repeat(weights, RESPONSES))
+            result[name] = figures | summarize_weighted(lengths, np.repeat(weights, RESPONSES))
     return result
 
 
@@ -109,15 +109,15 @@ def summarize_weighted(lengths: np.ndarray, weights: np.ndarray) -> dict[str, fl
     }
 
 
-def compute_truth(shape: Shape, job: Job, points: int = 2000) -> tuple[float, float]:
+def compute_truth(shape: Shape, job: EpochJob, points: int = 2000) -> tuple[float, float]:
     """Mean length and share at the cap of an epoch's prompts, over all that they might answer."""
     own = ndtri((np.arange(points) + 0.5) / points)
     common = np.array([np.random.default_rng((job.seed, 2, index)).normal() for index in range(job.prompts)])
-    found = shape.sample_correlated_lengths(common[:, None], own, job.rho)
-    return float(found.mean()), float((found >= shape.limit).mean())
+    lengths = shape.sample_correlated_lengths(common[:, None], own, job.rho)
+    return float(lengths.mean()), float((lengths >= shape.limit).mean())
 
 
-def inverse_probability(rounds: list[Round]) -> dict[str, np.ndarray]:
+def inverse_probability(rounds: list[SimulatedRound]) -> dict[str, np.ndarray]:
     """Weights of the returned groups: 1/(1 + S) and 1/S, with S of all prompts and with S of each, shrunk."""
     short = {id(group) for found in rounds if found.summary.kind == "short" for group in found.groups}
     groups = [group for found in rounds for group in found.groups]
@@ -133,13 +133,13 @@ def inverse_probability(rounds: list[Round]) -> dict[str, np.ndarray]:
         return (strength * pooled + seen) / (strength + times)
 
     def weights(chance: Callable[[Group], float]) -> np.ndarray:
-        found = []
+        values = []
         for group in groups:
             if id(group) not in short and not group.floors:
-                found.append(1.0)  # fills up a long round: nothing was thrown away
+                values.append(1.0)  # fills up a long round: nothing was thrown away
             else:
-                found.append(1 / chance(group) if outlives(group) else 1 / (1 + chance(group)))
-        return np.array(found)
+                values.append(1 / chance(group) if outlives(group) else 1 / (1 + chance(group)))
+        return np.array(values)
 
     return {"weights, S of all": weights(lambda group: pooled), "weights, S of each": weights(shrunk)}
 
@@ -151,7 +151,7 @@ def outlives(group: Group) -> bool:
 
 
 def combine_epochs(found: list[dict[str, float]]) -> dict[str, float]:
-    """Of epochs with one way and one ρ; ``bias``: of the mean, over the truth, with its standard error.
+    """Means over epochs with one way and one ρ; ``bias``: of the mean, over the truth, with its standard error.
 
     ``estimated``: the bias of the mean as the last round's summary has it, which knows no truth.
     """
@@ -171,11 +171,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     args = parser.parse_args()
     rhos, epochs, prompts = ((0.5,), 2, PROMPTS // 2) if args.quick else (CORRELATIONS, args.epochs, PROMPTS)
-    plan = [Job(way, rho, seed, prompts) for rho in rhos for seed in range(epochs) for way in WAYS]
+    plan = [EpochJob(way, rho, seed, prompts) for rho in rhos for seed in range(epochs) for way in WAYS]
     by: dict[tuple[float, str], list[dict[str, float]]] = {}
     with ProcessPoolExecutor(args.jobs) as pool:
-        for job, found in zip(plan, track(pool.map(simulate, plan), "epochs", len(plan)), strict=True):
-            for way, values in found.items():
+        for job, epoch in zip(plan, track(pool.map(simulate, plan), "epochs", len(plan)), strict=True):
+            for way, values in epoch.items():
                 by.setdefault((job.rho, way), []).append(values)
     table = Table(title=f"{SETTING.name}: returned responses against the truth (simulated)", title_justify="left")
     for column in (

@@ -23,7 +23,7 @@ from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile, describe_thinness, load
 from sglang_pat.tools.commands import Parser, UsageError, run
 from studies.shapes import NAMED, Shape, parse_shape
-from studies.simulate import SPACING, Batch, Drain, Run, SimulatedReports, describe_queueing, find_best_run
+from studies.simulate import SPACING, Batch, Drain, SimulatedReports, SimulatedRun, describe_queueing, find_best_run
 
 SIMULATED = tuple(name for name in POLICIES if name != "schedule")
 
@@ -46,7 +46,7 @@ class Workload:
     seed: int = 0
 
     def make_batches(self) -> Iterator[Batch]:
-        """The same ones for the same values; families differ from round to round."""
+        """Batches of the workload: equal for equal values; families differ from round to round."""
         random = np.random.default_rng(self.seed)
         groups = -(-self.batch // self.group)
         for number in range(self.rounds):
@@ -59,7 +59,7 @@ class Workload:
 
 
 @dataclass
-class Machine:
+class ProfiledMachine:
     """A profile with its predictor and switch costs."""
 
     profile: Profile
@@ -104,15 +104,15 @@ AS_IS = ", profile as is"
 
 
 def compare(
-    machine: Machine,
+    machine: ProfiledMachine,
     workload: Workload,
     policies: list[str],
     spacing: int = SPACING,
     *,
-    believed: Machine | None = None,
+    believed: ProfiledMachine | None = None,
     noise: float | None = None,
     calibration: float | None = None,
-) -> dict[str, list[Run]]:
+) -> dict[str, list[SimulatedRun]]:
     """Runs of every policy, by round; ``oracle`` is always among them.
 
     Args:
@@ -138,9 +138,9 @@ def compare(
         if noise is not None and not name.endswith(AS_IS)
     }
     if calibration is not None:
-        for found in reports.values():
-            found.calibrate(machine.predictor, machine.profile.fingerprint.num_ranks, calibration)
-    runs: dict[str, list[Run]] = {name: [] for name in [*policies, "oracle"]}
+        for reported in reports.values():
+            reported.calibrate(machine.predictor, machine.profile.fingerprint.num_ranks, calibration)
+    runs: dict[str, list[SimulatedRun]] = {name: [] for name in [*policies, "oracle"]}
     tracker = RoundTracker()
     for batch in workload.make_batches():
         for _ in batch.length:
@@ -157,13 +157,13 @@ def compare(
     return runs
 
 
-def compute_regrets(runs: dict[str, list[Run]], name: str) -> np.ndarray:
+def compute_regrets(runs: dict[str, list[SimulatedRun]], name: str) -> np.ndarray:
     """Time beyond the oracle's as a share of it, by round, ``[rounds]``."""
     best = np.array([run.seconds for run in runs["oracle"]])
     return np.array([run.seconds for run in runs[name]]) / best - 1
 
 
-def make_table(runs: dict[str, list[Run]], title: str) -> Table:
+def make_table(runs: dict[str, list[SimulatedRun]], title: str) -> Table:
     """One line a policy: means over rounds.  ``survival`` also without the first round, before which it knows nothing.
 
     Regret: time beyond the oracle's, as a share of it.
@@ -175,11 +175,11 @@ def make_table(runs: dict[str, list[Run]], title: str) -> Table:
     if len(runs.get("survival", ())) > 1:
         parts["survival, later rounds"] = "survival", slice(1, None)
     for part, (name, rounds) in parts.items():
-        found, regret = runs[name][rounds], compute_regrets(runs, name)[rounds]
+        counted, regret = runs[name][rounds], compute_regrets(runs, name)[rounds]
         result.add_row(
-            part, f"{np.mean([run.seconds for run in found]):.2f}", f"{regret.mean():+.2%}", f"{regret.max():+.2%}",
-            f"{np.mean([len(run.switches) for run in found]):.1f} (max {max(len(run.switches) for run in found)})",
-            f"{np.mean([sum(switch[3] for switch in run.switches) for run in found]):.2f} s",
+            part, f"{np.mean([run.seconds for run in counted]):.2f}", f"{regret.mean():+.2%}", f"{regret.max():+.2%}",
+            f"{np.mean([len(run.switches) for run in counted]):.1f} (max {max(len(run.switches) for run in counted)})",
+            f"{np.mean([sum(switch[3] for switch in run.switches) for run in counted]):.2f} s",
         )  # fmt: skip
     return result
 
@@ -188,9 +188,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="python -m studies.compare", description="Simulate draining batches under several policies.")
     profiles = "of python -m profiler.sweep, or one of studies/profiles/"
     parser.add_argument("--profile", metavar="FILE", required=True, help=profiles)
-    about = f"a file with a length a line, {', '.join(NAMED)}, lognormal:MU,SIGMA,CAP or "
-    about += "body-atom:MU,SIGMA,CAP,PROBABILITY"
-    parser.add_argument("--lengths", metavar="SHAPE", required=True, help=about)
+    text = f"a file with a length a line, {', '.join(NAMED)}, lognormal:MU,SIGMA,CAP or "
+    text += "body-atom:MU,SIGMA,CAP,PROBABILITY"
+    parser.add_argument("--lengths", metavar="SHAPE", required=True, help=text)
     parser.add_argument("--limit", type=int, help="most tokens of a response; default: the shape's cap")
     parser.add_argument("--batch", type=int, default=128, help="responses a round (default 128)")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of each prompt (default 256)")
@@ -198,15 +198,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rho", type=float, default=0.0, help="correlation of lengths in a group, 0 to 1 (default 0)")
     parser.add_argument("--rounds", type=int, default=8, help="batches, one after another (default 8)")
     parser.add_argument("--seed", type=int, default=0)
-    about = f"separated by commas: {', '.join(SIMULATED)}, threshold:N, static:TP; the oracle is always shown"
-    parser.add_argument("--policies", default="pat,survival", help=f"{about} (default pat,survival)")
+    text = f"separated by commas: {', '.join(SIMULATED)}, threshold:N, static:TP; the oracle is always shown"
+    parser.add_argument("--policies", default="pat,survival", help=f"{text} (default pat,survival)")
     args = parser.parse_args(argv)
     for name in ("batch", "group", "rounds", "limit"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UsageError(f"--{name} {value}: must be at least 1")
     if not 0 <= args.rho <= 1:
         raise UsageError(f"--rho {args.rho}: must be from 0 to 1")
-    machine = Machine(load(args.profile, complete=True))
+    machine = ProfiledMachine(load(args.profile, complete=True))
     policies = [name for name in dict.fromkeys(args.policies.split(",")) if name != "oracle"]
     try:
         for name in policies:
@@ -219,8 +219,8 @@ def main(argv: list[str] | None = None) -> int:
         seed=args.seed,
     )  # fmt: skip
     console = Console(highlight=False)
-    found = (describe_queueing(machine.profile.fingerprint, batch) for batch in workload.make_batches())
-    if warning := next(filter(None, found), None):
+    warnings = (describe_queueing(machine.profile.fingerprint, batch) for batch in workload.make_batches())
+    if warning := next(filter(None, warnings), None):
         console.print(f"[yellow]note:[/] the batch {warning}", soft_wrap=True)
     if thin := describe_thinness(machine.profile):
         console.print(f"[yellow]note:[/] {args.profile} is {thin}", soft_wrap=True)

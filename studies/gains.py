@@ -39,7 +39,7 @@ from sglang_pat.tools.commands import Parser, UsageError, run
 from studies import modelled
 from studies.modelled import A3B, A40, H100, L40S, LLAMA, QWEN, QWEN_32B, RANKS, Machine, ModelSize
 from studies.shapes import Shape, parse_shape
-from studies.starts import CORRELATION, GROUP, PROMPT, Generation, Node, make_load, make_snapshot
+from studies.starts import CORRELATION, GROUP, PROMPT, Node, SimulatedGeneration, make_load, make_snapshot
 
 ROOT = Path(__file__).resolve().parents[1]
 STORED, README = Path(__file__).with_suffix(".json"), ROOT / "README.md"
@@ -47,9 +47,9 @@ POLICIES = ROOT / "docs" / "results" / "policies.md"
 MACHINES = {"8×A40, PCIe": A40, "8×L40S, PCIe": L40S, "8×H100, NVLink": H100}
 MODELS = {"Llama-3.1-8B": LLAMA, "Qwen3-14B": QWEN, "Qwen2.5-32B": QWEN_32B, "Qwen3-30B-A3B": A3B}
 SIZES = (128, 512, 1024)
-"""Responses a round."""
+"""Numbers of responses a round."""
 LENGTHS = "lognormal:7.919,0.885,16384"
-"""DeepScaleR's, as PAT has them, of at most 16K tokens."""
+"""DeepScaleR's lengths, as PAT has them, of at most 16K tokens."""
 OTHER_MODEL = {
     "8×A40, PCIe": ((5.3, 10), (5.4, 12), (4.3, 13), (2.4, 7)),
     "8×L40S, PCIe": ((4.4, 12), (6.2, 13), (5.0, 13), (2.1, 7)),
@@ -60,7 +60,7 @@ static layout: percent, mean and most, by model as in :data:`MODELS`.  64 to 1,0
 tokens, three shapes of lengths."""
 DEGREES = (1, 2, 4, 8)
 MEMORY_SHARE = 0.85
-"""Of a GPU's memory: weights and KV."""
+"""Share of a GPU's memory for weights and KV."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Rounds:
 
 
 @dataclass(frozen=True)
-class Task:
+class GainTask:
     machine: str
     model: str
     tp: int
@@ -101,12 +101,12 @@ def count_room(machine: Machine, model: ModelSize, base_tp: int) -> dict[int, in
 
 
 def list_degrees(machine: Machine, model: ModelSize, shape: Shape) -> list[int]:
-    """Those in which a replica has room for the longest response."""
+    """Degrees in which a replica has room for the longest response."""
     return [tp for tp in DEGREES if count_room(machine, model, tp)[tp] >= PROMPT + shape.limit]
 
 
 def make_node(machine: Machine, model: ModelSize, base_tp: int) -> Node:
-    """With the profile that ``profiler.sweep``'s grid gives of the modelled times."""
+    """A node with the profile that ``profiler.sweep``'s grid gives of the modelled times."""
     times, room = modelled.make_times(machine, model), count_room(machine, model, base_tp)
     axes = grid.BATCHES, grid.CONTEXTS
     profile = modelled.build(machine, model, base_tp, ("profiler.sweep's grid",), False, times, axes, room)
@@ -116,40 +116,40 @@ def make_node(machine: Machine, model: ModelSize, base_tp: int) -> Node:
     return Node(model=model, times=times, profile=profile, room=room, costs=costs, policy=policy)
 
 
-def study(task: Task) -> Rounds:
+def study(task: GainTask) -> Rounds:
     """All rounds of one layout; the same lengths for all."""
     machine, model, shape = MACHINES[task.machine], MODELS[task.model], parse_shape(task.lengths)
     node = make_node(machine, model, task.tp if task.adaptive else list_degrees(machine, model, shape)[0])
     if not task.adaptive:
         node = replace(node, room=count_room(machine, model, task.tp))
     random, history, starts = np.random.default_rng(task.seed), LengthHistory(), StartDegrees(tuple(node.room))
-    found = Rounds(task.machine, task.model, task.tp, task.adaptive, task.size, [])
+    measured = Rounds(task.machine, task.model, task.tp, task.adaptive, task.size, [])
     switches = 0
     for _ in range(task.rounds):
         lengths = shape.draw(task.size, CORRELATION, GROUP, random)
         if not task.adaptive:
-            course = Generation(node, lengths, shape.limit, task.tp, LengthHistory()).run()
-            found.seconds.append(round(course.seconds, 3))
+            course = SimulatedGeneration(node, lengths, shape.limit, task.tp, LengthHistory()).run()
+            measured.seconds.append(round(course.seconds, 3))
             continue
         rule = starts.get_start_degree(RoundKind("", task.size))
         coming = make_load(task.size, shape.limit, np.zeros(task.size, dtype=int))
         snapshot = make_snapshot(node, task.tp, task.size, coming=coming, start=rule.tp)
         chosen = node.policy(snapshot, history).tp
-        course = Generation(node, lengths, shape.limit, chosen, history, node.policy, rule.tp).run()
+        course = SimulatedGeneration(node, lengths, shape.limit, chosen, history, node.policy, rule.tp).run()
         rule.observe(course.retracted, int(lengths.sum()), course.seconds)
         switches += len(course.switches)
-        found.seconds.append(round(course.seconds + node.costs.estimate(task.tp, chosen).seconds, 3))
-    return replace(found, switches=switches)
+        measured.seconds.append(round(course.seconds + node.costs.estimate(task.tp, chosen).seconds, 3))
+    return replace(measured, switches=switches)
 
 
 @dataclass(frozen=True)
 class Gain:
-    """Of a node, a model and a size: seconds a round by static degree, the best and the worst that fit; adaptive's."""
+    """Seconds a round of a node, a model and a size: by static degree that fits, and adaptive."""
 
     static: dict[int, float]
     adaptive: float
     spread: tuple[float, float]
-    """Of single rounds: best static layout (of all rounds) over adaptive, the least and the largest."""
+    """Least and largest ratio of single rounds: best static layout (of all rounds) over adaptive."""
 
     @property
     def best(self) -> int:
@@ -170,37 +170,39 @@ class Gain:
 
 
 Found = dict[tuple[str, str], tuple[int, dict[int, Gain]]]
-"""By node and model: the ``--tp`` that adaptive TP is started with, and the gains by size."""
+"""Base degree (``--tp``) of adaptive TP and gains by size, for each node and model."""
 
 
 def collect(done: list[Rounds]) -> Found:
-    found: Found = {}
+    gains_by_case: Found = {}
     for key in dict.fromkeys((each.machine, each.model) for each in done):
-        mine = [each for each in done if (each.machine, each.model) == key]
-        sizes = sorted({each.size for each in mine})
-        bases = sorted({each.tp for each in mine if each.adaptive})
+        cases = [each for each in done if (each.machine, each.model) == key]
+        sizes = sorted({each.size for each in cases})
+        bases = sorted({each.tp for each in cases if each.adaptive})
         # Each size counts the same, whatever its rounds take.
-        least = {size: min(sum(each.seconds) for each in mine if each.size == size) for size in sizes}
-        base = min(bases, key=lambda tp: sum(sum(e.seconds) / least[e.size] for e in mine if e.adaptive and e.tp == tp))
+        least = {size: min(sum(each.seconds) for each in cases if each.size == size) for size in sizes}
+        base = min(
+            bases, key=lambda tp: sum(sum(e.seconds) / least[e.size] for e in cases if e.adaptive and e.tp == tp)
+        )
         gains = {}
         for size in sizes:
-            static = {each.tp: each for each in mine if each.size == size and not each.adaptive}
-            (adaptive,) = (each for each in mine if each.size == size and each.adaptive and each.tp == base)
+            static = {each.tp: each for each in cases if each.size == size and not each.adaptive}
+            (adaptive,) = (each for each in cases if each.size == size and each.adaptive and each.tp == base)
             best = min(static.values(), key=lambda each: sum(each.seconds)).seconds
             each = [one / other for one, other in zip(best, adaptive.seconds, strict=True)]
             means = {tp: float(np.mean(one.seconds)) for tp, one in static.items()}
             gains[size] = Gain(means, float(np.mean(adaptive.seconds)), (min(each), max(each)))
-        found[key] = base, gains
-    return found
+        gains_by_case[key] = base, gains
+    return gains_by_case
 
 
-def plan(lengths: str, rounds: int, sizes: tuple[int, ...], seed: int) -> list[Task]:
-    tasks, shape = list[Task](), parse_shape(lengths)
+def plan(lengths: str, rounds: int, sizes: tuple[int, ...], seed: int) -> list[GainTask]:
+    tasks, shape = list[GainTask](), parse_shape(lengths)
     for machine, on in MACHINES.items():
         for model, of in MODELS.items():
             degrees = list_degrees(on, of, shape)
             cases = [(tp, False) for tp in degrees] + [(tp, True) for tp in degrees if tp < RANKS]
-            tasks += [Task(machine, model, *case, size, rounds, lengths, seed) for case in cases for size in sizes]
+            tasks += [GainTask(machine, model, *case, size, rounds, lengths, seed) for case in cases for size in sizes]
     return tasks
 
 
@@ -240,12 +242,12 @@ def list_bases(done: list[Rounds]) -> list[tuple[str, ...]]:
     """Adaptive TP over the best static layout, mean over the sizes, by the ``--tp`` that it is started with."""
     lines = []
     for machine, model in dict.fromkeys((each.machine, each.model) for each in done):
-        mine = [each for each in done if (each.machine, each.model) == (machine, model)]
-        best = {size: min(sum(e.seconds) for e in mine if not e.adaptive and e.size == size) for size in SIZES}
+        cases = [each for each in done if (each.machine, each.model) == (machine, model)]
+        best = {size: min(sum(e.seconds) for e in cases if not e.adaptive and e.size == size) for size in SIZES}
         cells = []
         for tp in DEGREES[:-1]:
-            found = [best[each.size] / sum(each.seconds) for each in mine if each.adaptive and each.tp == tp]
-            cells.append(f"{np.mean(found):.2f}" if found else "–")
+            ratios = [best[each.size] / sum(each.seconds) for each in cases if each.adaptive and each.tp == tp]
+            cells.append(f"{np.mean(ratios):.2f}" if ratios else "–")
         lines.append((machine, model, *cells))
     return lines
 
@@ -275,8 +277,8 @@ def format_sizes(found: Found) -> tuple[str, ...]:
 
 def format_message(done: list[Rounds]) -> str:
     """What README says above its table, computed from what is in it."""
-    found = collect(done)
-    gains = [(machine, gain) for (machine, _), (_, sizes) in found.items() for gain in sizes.values()]
+    gains_by_case = collect(done)
+    gains = [(machine, gain) for (machine, _), (_, sizes) in gains_by_case.items() for gain in sizes.values()]
     wrong = pictures.format_span((gain.wrong for _, gain in gains), ".1f")
     best = {
         kind: [round(100 * (gain.over_best - 1), 3) for machine, gain in gains if machine.endswith(kind)]
@@ -319,12 +321,12 @@ def replace_between(page: Path, mark: str, text: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    about = "Where adaptive TP pays: nodes, models, responses a round (modelled)."
-    parser = Parser(prog="python -m studies.gains", description=about)
+    text = "Where adaptive TP pays: nodes, models, responses a round (modelled)."
+    parser = Parser(prog="python -m studies.gains", description=text)
     parser.add_argument("--quick", action="store_true", help="128 responses, one round")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
-    about = "of responses, as in studies.compare (default: %(default)s)"
-    parser.add_argument("--lengths", metavar="SHAPE", default=LENGTHS, help=about)
+    text = "of responses, as in studies.compare (default: %(default)s)"
+    parser.add_argument("--lengths", metavar="SHAPE", default=LENGTHS, help=text)
     parser.add_argument("--rounds", type=int, default=3, help="of each setting (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="of the lengths (default 0)")
     parser.add_argument("--store", action="store_true", help=f"write {STORED.name}, and the tables of the pages")
@@ -339,11 +341,11 @@ def main(argv: list[str] | None = None) -> int:
         raise UsageError(str(error)) from None
     with ProcessPoolExecutor(args.jobs) as pool:
         done = list(track(pool.map(study, tasks), "layouts", len(tasks), console=Console(stderr=True)))
-    found = collect(done)
+    gains = collect(done)
     table = Table(title="Seconds a round (modelled)", title_justify="left")
     for head in DETAIL_HEADS:
         table.add_column(head, justify="right")
-    for row in list_details(found):
+    for row in list_details(gains):
         table.add_row(*row)
     Console(highlight=False, width=200).print(table)
     if args.store:

@@ -19,25 +19,25 @@ from sglang_pat.tools.commands import Parser, run
 ROUND = 60.0
 """Seconds until the last group is complete."""
 RESPONSES = 8
-"""Of a group."""
+"""Number of responses of a group."""
 BETWEEN, WITHIN = 0.7, 0.7
 """Standard deviations of the logarithm of lengths, between prompts and between the responses to one."""
 LENT_AT = 0.5
 """Share of the groups that is complete when ranks are lent."""
 SLOWDOWN = 2
-"""Of training on half of the ranks."""
+"""Factor on the time of training on half of the ranks."""
 LEAST = 0.2
-"""Of the groups that are left, so many make a chunk at least."""
+"""Least share of the groups that are left that makes a chunk."""
 CHUNK_SECONDS = 0.12
-"""Of each chunk, before its first token."""
+"""Seconds of each chunk before its first token."""
 LATE_GROUPS = 0.5
-"""Trained after the batch is complete when a chunk ends early: two micro-batches of a quarter of a group."""
+"""Groups trained after the batch is complete when a chunk ends early: two micro-batches of a quarter of a group."""
 STEPS = 100
-"""For each seed."""
+"""Number of steps for each seed."""
 
 
 def draw_ends(groups: int, random: np.random.Generator) -> np.ndarray:
-    """When groups are complete, in seconds, sorted."""
+    """Seconds at which groups are complete, sorted."""
     lengths = random.normal(0, BETWEEN, (groups, 1)) + random.normal(0, WITHIN, (groups, RESPONSES))
     ends = np.sort(np.exp(lengths).max(axis=1))
     return ends * ROUND / ends[-1]

@@ -41,10 +41,10 @@ from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.predict.profile import load
 from sglang_pat.tools.commands import Parser, run
 from studies import PROFILES
-from studies.compare import Machine, Workload
+from studies.compare import ProfiledMachine, Workload
 from studies.shapes import parse_shape
 from studies.simulate import Batch, describe_queueing
-from studies.training import Step, StepReplay
+from studies.training import SimulatedStep, StepReplay
 
 MACHINES = (
     "8xH100-llama3.1-8b", "8xH100-qwen3-14b", "8xH100-qwen2.5-32b", "8xH100-qwen3-30b-a3b", "8xA40-llama3.1-8b",
@@ -57,7 +57,7 @@ ROUNDS, SPACING = 3, 32
 SETUP = 2.0
 """Seconds between a lending and the first token that is trained: weights come from host memory.  A guess."""
 SIZES = ((8, 2), (16, 4), (32, 16), (64, 8), (64, 32), (256, 8), (512, 8))
-"""With ``--seeds``: responses of a batch, and of a group.  The correlation follows the seed."""
+"""Responses of a batch and of a group, tried with ``--seeds``.  The correlation follows the seed."""
 RIGHT = "right"
 WRONG = {
     f"{field} {name}": {field: factor}
@@ -65,14 +65,14 @@ WRONG = {
 }  # fmt: skip
 """What a client may say of a training that is as in the paper: factors of what is right."""
 FEW = 64
-"""Responses up to which it is tried: with more no step is behind."""
+"""Most responses with which a setting counts as small: with more no step is behind."""
 WAYS = ("base", "40%", "50%", "adaptive", "fixed", "ours", "oracle")
 GOAL, GOAL_IF_WRONG = 0.02, 0.05
-"""Most that a step with lending may take longer than without; the same where the client is wrong by two."""
+"""Most that a step with lending may take longer than without, and the same where the client is wrong by two."""
 
 
 @dataclass(frozen=True)
-class Cell:
+class LendingCell:
     """Mean figures of some steps: seconds by way; of ours, shares of the training that is hidden and of the round in
     which ranks are lent, and the most that KV took of the room of the ranks that stayed."""
 
@@ -94,12 +94,12 @@ class Cell:
 
 
 @cache
-def make_machine(name: str) -> Machine:
-    return Machine(load(PROFILES / f"{name}.json", complete=True))
+def make_machine(name: str) -> ProfiledMachine:
+    return ProfiledMachine(load(PROFILES / f"{name}.json", complete=True))
 
 
-def replay(machine: Machine, batch: Batch, share: float) -> StepReplay:
-    """A step whose training takes this share of its round in the base layout."""
+def replay(machine: ProfiledMachine, batch: Batch, share: float) -> StepReplay:
+    """Replay of a step whose training takes this share of its round in the base layout."""
     fingerprint = machine.profile.fingerprint
 
     def make(seconds_per_token: float) -> StepReplay:
@@ -112,7 +112,7 @@ def replay(machine: Machine, batch: Batch, share: float) -> StepReplay:
     return make(share * rollout / float((batch.prompt + batch.length).sum()))
 
 
-def study(task: tuple[str, str, float, int, str, int]) -> Cell | None:
+def study(task: tuple[str, str, float, int, str, int]) -> LendingCell | None:
     """One cell; None if its batch does not fit."""
     name, shape, rho, batch, training, seed = task
     machine = make_machine(name)
@@ -125,28 +125,28 @@ def study(task: tuple[str, str, float, int, str, int]) -> Cell | None:
         machine.predictor, machine.costs, fingerprint.num_ranks, fingerprint.degrees, fingerprint.max_running
     )
     without, fixed, ours = LengthHistory(), LengthHistory(), LengthHistory()
-    found: dict[str, list[Step]] = {way: [] for way in WAYS}
+    steps_by_way: dict[str, list[SimulatedStep]] = {way: [] for way in WAYS}
     rollouts: list[float] = []
     for drawn in workload.make_batches():
         step = replay(machine, drawn, TRAINING[training])
-        found["base"].append(step.run_static(fingerprint.base_tp))
-        found["40%"].append(step.run_static(fingerprint.base_tp, 0.4))
-        found["50%"].append(step.run_static(fingerprint.base_tp, 0.5))
-        found["adaptive"].append(step.run_policies(layouts, None, without))
-        found["fixed"].append(step.run_policies(layouts, None, fixed, share=0.5))
-        found["ours"].append(step.run_policies(layouts, lending, ours))
-        found["oracle"].append(step.run_best())
+        steps_by_way["base"].append(step.run_static(fingerprint.base_tp))
+        steps_by_way["40%"].append(step.run_static(fingerprint.base_tp, 0.4))
+        steps_by_way["50%"].append(step.run_static(fingerprint.base_tp, 0.5))
+        steps_by_way["adaptive"].append(step.run_policies(layouts, None, without))
+        steps_by_way["fixed"].append(step.run_policies(layouts, None, fixed, share=0.5))
+        steps_by_way["ours"].append(step.run_policies(layouts, lending, ours))
+        steps_by_way["oracle"].append(step.run_best())
         rollouts.append(step.training_seconds)
-    seconds = {way: np.array([one.seconds for one in steps]) for way, steps in found.items()}
-    mine = found["ours"]
-    return Cell(
+    seconds = {way: np.array([one.seconds for one in steps]) for way, steps in steps_by_way.items()}
+    lent_steps = steps_by_way["ours"]
+    return LendingCell(
         machine=name, shape=shape, rho=rho, batch=batch, training=training,
         seconds={way: float(each.mean()) for way, each in seconds.items()},
         worst=float((seconds["ours"] / seconds["adaptive"]).max() - 1),
-        hidden=float(np.mean([one.hidden / whole for one, whole in zip(mine, rollouts, strict=True)])),
-        lent=float(np.mean([(one.lent[1] - one.lent[0]) / one.rollout if one.lent else 0.0 for one in mine])),
-        steps_lent=sum(one.lent is not None for one in mine),
-        overfull=max(one.overfull for one in mine),
+        hidden=float(np.mean([one.hidden / whole for one, whole in zip(lent_steps, rollouts, strict=True)])),
+        lent=float(np.mean([(one.lent[1] - one.lent[0]) / one.rollout if one.lent else 0.0 for one in lent_steps])),
+        steps_lent=sum(one.lent is not None for one in lent_steps),
+        overfull=max(one.overfull for one in lent_steps),
     )  # fmt: skip
 
 
@@ -203,10 +203,10 @@ def study_risk(task: tuple[str, str, tuple[int, int], int]) -> list[Risk]:
         for training, believed in ways:
             step.seconds_per_token = TRAINING[training] * per_token
             told = believe(WRONG[believed]) if believed in WRONG else None
-            mine = step.run_policies(layouts, lending, histories[training, believed], believe=told)
+            lent_step = step.run_policies(layouts, lending, histories[training, believed], believe=told)
             seconds = plain.rollout + TRAINING[training] * whole
-            behind[training, believed].append(mine.seconds / seconds - 1)
-            lent[training, believed] += mine.lent is not None
+            behind[training, believed].append(lent_step.seconds / seconds - 1)
+            lent[training, believed] += lent_step.lent is not None
     return [
         Risk(name, shape, rho, (batch, group), seed, *way, behind=behind[way], lent=lent[way]) for way in ways
     ]  # fmt: skip
@@ -216,15 +216,15 @@ RISKS = ("steps", "mean", "worst step", "worst in later rounds", "more than 2% b
 
 
 def list_risks(risks: list[Risk], by: str) -> list[tuple[str, ...]]:
-    """A line a value of ``by``; of all steps, and of those that are not a job's first."""
+    """Lines by value of ``by``; of all steps, and of those that are not a job's first."""
     lines: list[tuple[str, ...]] = []
     for key in dict.fromkeys(getattr(risk, by) for risk in risks):
-        mine = [risk for risk in risks if getattr(risk, by) == key]
-        behind = np.array([risk.behind for risk in mine])
+        of_key = [risk for risk in risks if getattr(risk, by) == key]
+        behind = np.array([risk.behind for risk in of_key])
         name = " in groups of ".join(map(str, key)) if by == "size" else str(key)
         lines.append((
             name, str(behind.size), f"{behind.mean():+.1%}", f"{behind.max():+.1%}", f"{behind[:, 1:].max():+.1%}",
-            str((behind > GOAL).sum()), f"{sum(risk.lent for risk in mine) / behind.size:.0%}",
+            str((behind > GOAL).sum()), f"{sum(risk.lent for risk in of_key) / behind.size:.0%}",
         ))  # fmt: skip
     return lines
 
@@ -249,7 +249,7 @@ def run_risks(seeds: range, jobs: int, console: Console) -> list[Risk]:
     tasks = [(name, shape, size, seed) for size in SIZES for name in MACHINES for shape in SHAPES for seed in seeds]
     with ProcessPoolExecutor(jobs) as pool:
         done = list(track(pool.map(study_risk, tasks), "jobs", len(tasks), console=Console(stderr=True)))
-    risks = [risk for found in done for risk in found]
+    risks = [risk for task_risks in done for risk in task_risks]
     for table in format_risks(risks):
         console.print(table)
     for what, goal, some in (
@@ -268,7 +268,7 @@ HEADS = (
 )  # fmt: skip
 
 
-def list_rows(cells: list[Cell]) -> list[tuple[str, ...]]:
+def list_rows(cells: list[LendingCell]) -> list[tuple[str, ...]]:
     """A line a cell, as the page has it."""
     return [
         (
@@ -283,18 +283,18 @@ def list_rows(cells: list[Cell]) -> list[tuple[str, ...]]:
 TOTALS = ("cells", "50%", "adaptive", "ours", "oracle", "ours, worst step", "hidden", "lent", "steps lent", "KV, most")
 
 
-def list_totals(cells: list[Cell], by: str) -> list[tuple[str, ...]]:
+def list_totals(cells: list[LendingCell], by: str) -> list[tuple[str, ...]]:
     """Means over cells, a line a value of ``by``: times as fast as ``base`` (50%, adaptive) and as ``adaptive``."""
     lines: list[tuple[str, ...]] = []
     for key in dict.fromkeys(getattr(cell, by) for cell in cells):
-        mine = [cell for cell in cells if getattr(cell, by) == key]
+        of_key = [cell for cell in cells if getattr(cell, by) == key]
         ratios = [("50%", "base"), ("adaptive", "base"), ("ours", "adaptive"), ("oracle", "adaptive")]
         lines.append((
-            str(key), str(len(mine)), *(f"{np.mean([cell.over(*pair) for cell in mine]):.3f}" for pair in ratios),
-            f"{max(cell.worst for cell in mine):+.1%}", f"{np.mean([cell.hidden for cell in mine]):.0%}",
-            f"{np.mean([cell.lent for cell in mine]):.0%}",
-            f"{sum(cell.steps_lent for cell in mine)} of {ROUNDS * len(mine)}",
-            f"{max(cell.overfull for cell in mine):.0%}",
+            str(key), str(len(of_key)), *(f"{np.mean([cell.over(*pair) for cell in of_key]):.3f}" for pair in ratios),
+            f"{max(cell.worst for cell in of_key):+.1%}", f"{np.mean([cell.hidden for cell in of_key]):.0%}",
+            f"{np.mean([cell.lent for cell in of_key]):.0%}",
+            f"{sum(cell.steps_lent for cell in of_key)} of {ROUNDS * len(of_key)}",
+            f"{max(cell.overfull for cell in of_key):.0%}",
         ))  # fmt: skip
     return lines
 
@@ -306,7 +306,7 @@ def make_table(title: str, heads: tuple[str, ...]) -> Table:
     return table
 
 
-def format_cells(cells: list[Cell]) -> Table:
+def format_cells(cells: list[LendingCell]) -> Table:
     """Seconds of a step, cell by cell."""
     table = make_table("seconds of a step (simulated)", HEADS)
     for line in list_rows(cells):
@@ -314,7 +314,7 @@ def format_cells(cells: list[Cell]) -> Table:
     return table
 
 
-def format_totals(cells: list[Cell]) -> Table:
+def format_totals(cells: list[LendingCell]) -> Table:
     table = make_table(
         "times as fast (simulated): 50% and adaptive over base, ours and oracle over adaptive", ("", *TOTALS)
     )

@@ -53,42 +53,43 @@ class ModelSize:
 
     @property
     def expert_parameters(self) -> int:
-        """Of one expert in every layer."""
+        """Parameters of one expert in every layer."""
         return self.layers * 3 * self.hidden * self.expert_intermediate
 
     @property
     def token_parameters(self) -> int:
-        """Of all layers, those that one token goes through; norms and routers left out (less than 0.1%)."""
+        """Parameters that one token goes through in all layers; norms and routers left out (less than 0.1%)."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         dense = self.layers * (attention + 3 * self.hidden * self.intermediate)
         return dense + self.chosen * self.expert_parameters
 
     @property
     def weight_bytes(self) -> int:
-        """All weights; input and output embedding are separate in the models used here."""
+        """Bytes of all weights; input and output embedding are separate in the models used here."""
         others = (self.experts - self.chosen) * self.expert_parameters
         return ELEMENT * (self.token_parameters + others + 2 * self.vocabulary * self.hidden)
 
     @property
     def read_bytes(self) -> int:
-        """Weights read in a decode step of one request: all but the input embedding and the experts not chosen."""
+        """Bytes of weights read in a decode step of one request: all but the input embedding and the experts not
+        chosen."""
         return ELEMENT * (self.token_parameters + self.vocabulary * self.hidden)
 
     def count_read_bytes(self, tokens: Number) -> Number:
-        """Weights read in a step over ``tokens`` tokens: experts that any of them has chosen are read once."""
+        """Bytes of weights read in a step over ``tokens`` tokens: experts that any of them has chosen are read once."""
         return self.read_bytes + ELEMENT * (self.count_experts(tokens) - self.chosen) * self.expert_parameters
 
     def count_experts(self, tokens: Number) -> Number:
-        """Experts of a layer that ``tokens`` tokens go through, if each chooses evenly and by itself."""
+        """Number of experts of a layer that ``tokens`` tokens go through, if each chooses evenly and by itself."""
         return self.experts * (1 - (1 - self.chosen / self.experts) ** tokens) if self.experts else 0
 
     def count_kv_heads(self, tp: int) -> int:
-        """KV heads of a rank.  Above one rank a head they are copied."""
+        """Number of KV heads of a rank.  Above one rank a head they are copied."""
         return max(1, self.kv_heads // tp)
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token, all layers and heads."""
+        """Bytes of KV of one token, all layers and heads."""
         return ELEMENT * 2 * self.layers * self.kv_heads * self.head_dim
 
     def describe(self) -> str:
@@ -120,26 +121,26 @@ class Roofline:
     layer_seconds: float
 
     def step_seconds(self, tp: int, batch: Number, tokens: Number) -> Number:
-        """Decode step of a replica with ``batch`` requests of ``tokens`` context tokens together."""
+        """Seconds of a decode step of a replica with ``batch`` requests of ``tokens`` context tokens together."""
         weights = self.model.count_read_bytes(batch) / (tp * self.read_rate)
         compute = self.model.read_bytes / ELEMENT * 2 * batch / (tp * self.flops)
         kv = self.model.kv_bytes * tokens / (min(tp, self.model.kv_heads) * self.read_rate)
         return np.maximum(weights, compute) + kv + self._compute_fixed_seconds(tp) + self._reduce(tp, batch)
 
     def prefill_seconds(self, tp: int, batch: Number, length: Number) -> Number:
-        """Prefill of ``batch`` requests of ``length`` tokens on a replica."""
+        """Seconds of a prefill of ``batch`` requests of ``length`` tokens on a replica."""
         weights = self.model.count_read_bytes(batch * length) / (tp * self.read_rate)
         compute = count_prefill_operations(self.model, batch, length) / (tp * self.flops * self.prefill_share)
         return np.maximum(weights, compute) + self._compute_fixed_seconds(tp) + self._reduce(tp, batch * length)
 
     def generation_seconds(self, tp: int, lengths: np.ndarray, replicas: int) -> float:
-        """A batch of ``lengths`` output tokens in one static layout; prompts left out.
+        """Seconds of a batch of ``lengths`` output tokens in one static layout; prompts left out.
 
         The longest request's replica decides; requests are dealt out in order of length.
         """
-        mine = np.sort(lengths)[::-1][::replicas]
-        step = np.arange(int(mine[0]))
-        live = len(mine) - np.searchsorted(mine[::-1], step, side="right")
+        longest = np.sort(lengths)[::-1][::replicas]
+        step = np.arange(int(longest[0]))
+        live = len(longest) - np.searchsorted(longest[::-1], step, side="right")
         return float(np.sum(self.step_seconds(tp, live, live * step)))
 
     def _compute_fixed_seconds(self, tp: int) -> float:
@@ -155,7 +156,8 @@ def count_reduced_bytes(model: ModelSize, tp: int, tokens: Number) -> Number:
 
 
 def count_prefill_operations(model: ModelSize, batch: Number, length: Number) -> Number:
-    """Matrix products of all layers and causal attention; the output embedding of one position is left out."""
+    """Number of operations of the matrix products of all layers and of causal attention; the output embedding of one
+    position is left out."""
     attention = 2 * 2 * model.layers * model.heads * model.head_dim * length / 2
     return batch * length * (2 * model.token_parameters + attention)
 
@@ -306,7 +308,7 @@ def make_h100(model: ModelSize) -> Roofline:
 
 
 def fit_h100(model: ModelSize, lengths: np.ndarray) -> Roofline:
-    """The same, if PAT's generation had these lengths."""
+    """The H100's times, if PAT's generation had these lengths."""
     a40, (tp, cap, seconds) = fit_a40_llama(), H100_GENERATION
 
     def roofline(size: ModelSize, layer_seconds: float) -> Roofline:
@@ -325,7 +327,7 @@ def fit_h100(model: ModelSize, lengths: np.ndarray) -> Roofline:
 
 
 def make_times(machine: Machine, model: ModelSize) -> Roofline:
-    """Of a model that has no published times on a machine.
+    """Times of a model that has no published ones on a machine.
 
     The A40's numbers are those of Llama-3.1-8B there: rates and the time of a hop are the machine's, and the fixed time
     of a layer is taken for every model.  The L40S has its own peaks, and the A40's shares of them, link and fixed time.
@@ -390,7 +392,7 @@ Switches = tuple[tuple[SwitchSample, ...], tuple[str, ...]]
 def pat_switches(
     model: ModelSize, read_rate: float, link_rate: float, degrees: tuple[int, ...], ranks: int
 ) -> Switches:
-    """All-gather of KV in the target group and of weights, graphs captured again.
+    """PAT's switches: all-gather of KV in the target group and of weights, graphs captured again.
 
     With ``top`` the larger degree, a rank receives the KV of ``top - 1`` of the ``ranks`` ranks, and of the weights
     the 1 - 1/from_tp that it has not.
@@ -419,7 +421,7 @@ def pat_switches(
 def our_switches(
     model: ModelSize, read_rate: float, link_rate: float, degrees: tuple[int, ...], ranks: int
 ) -> Switches:
-    """All-to-all of the slices that change rank; weights stay where they are.
+    """This package's switches: all-to-all of the slices that change rank; weights stay where they are.
 
     The busiest rank decides: at the lower degree its replica has ceil(requests / replicas) of them.
     """
@@ -441,7 +443,7 @@ def our_switches(
 
 
 def count_sent_share(model: ModelSize, from_tp: int, to_tp: int) -> float:
-    """Of the KV that a rank has in the lower degree, what it sends (tp is raised) or receives (tp is lowered).
+    """Share of the KV that a rank has in the lower degree that it sends (tp is raised) or receives (tp is lowered).
 
     Without copied heads this is 1 - low/high either way.  With copies a raise sends each head to all that copy it, and
     a rank that lowers has it already.
@@ -471,7 +473,7 @@ def _switch_sample(
 # -- the profiles ----------------------------------------------------------------------------------------------------
 
 MIXTURE_BATCHES = (*BATCHES, 512, 1024)
-"""Of a mixture a high degree is best for large rounds as well."""
+"""Batches of a mixture, for which a high degree is best in large rounds as well."""
 
 MIXTURE_ROOM = {(A3B.name, 1): 75_008, (A3B.name, 2): 683_264, (A3B.name, 4): 1_889_536, (MIXTRAL.name, 2): 303_616}
 """KV tokens of a replica of the base layout on 8 GPUs of 80 GB, by (model, base degree), as the memory plan has it; a
@@ -561,7 +563,7 @@ def build(
 
 
 def make_references() -> dict[str, Profile]:
-    """File name → profile."""
+    """Reference profiles by file name."""
     return {
         f"{name}{'-pat-costs' if pat else ''}.json": build(machine, model, base_tp, sources, pat_costs=pat)
         for name, machine, model, base_tp, sources in CASES
@@ -570,7 +572,7 @@ def make_references() -> dict[str, Profile]:
 
 
 def _round_seconds(seconds: Number) -> float:
-    """To a nanosecond, so that files do not differ between machines' linear algebra."""
+    """Round to a nanosecond, so that files do not differ between machines' linear algebra."""
     return round(float(seconds), 9)
 
 

@@ -23,7 +23,7 @@ from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.predict.profile import load
 from sglang_pat.tools.commands import Parser, run
 from studies import PROFILES, modelled
-from studies.compare import Machine, Workload
+from studies.compare import ProfiledMachine, Workload
 from studies.shapes import Shape, parse_shape
 from studies.simulate import Batch
 
@@ -38,12 +38,13 @@ PUBLISHED = {
     ("8xA40-llama3.1-8b", 6144): "step 1.05×",
     ("8xA40-llama3.1-8b", 16384): "step 1.27×",
 }
-"""Of PAT sections 5.2 and 5.3.  For 8×A40 only the throughput of whole steps is given, for 6K to 16K 1.05 to 1.27."""
+"""Figures of PAT sections 5.2 and 5.3.  For 8×A40 only the throughput of whole steps is given, for 6K to 16K 1.05 to
+1.27."""
 
 
 MU, SIGMA, BATCH, CORRELATION = 7.919, 0.885, 128, 0.5
-"""Of the lengths, with PAT's shares of Llama's responses over 8K and 16K tokens.  Qwen's have no published ones; the
-same are taken."""
+"""Parameters of the lengths, with PAT's shares of Llama's responses over 8K and 16K tokens.  Qwen's have no published
+ones; Llama's are taken."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Throughput:
 
     @property
     def tokens(self) -> float:
-        """Of a step."""
+        """Tokens of a step."""
         if self.step is not None:
             return float(np.mean(np.multiply(self.step, self.rate)))
         return (self.generation[0] - self.generation[1]) / (1 / self.rate[0] - 1 / self.rate[1])
@@ -98,12 +99,12 @@ def list_settings(rounds: int) -> list[dict]:
     return rows
 
 
-def _from_tp2(path: Path) -> Machine:
+def _from_tp2(path: Path) -> ProfiledMachine:
     """The profile with PAT's start: TP2."""
     profile = load(path, complete=True)
     degrees = tuple(tp for tp in profile.fingerprint.degrees if tp >= 2)
     fingerprint = msgspec.structs.replace(profile.fingerprint, base_tp=2, degrees=degrees)
-    return Machine(msgspec.structs.replace(profile, fingerprint=fingerprint))
+    return ProfiledMachine(msgspec.structs.replace(profile, fingerprint=fingerprint))
 
 
 def draw_batches(shape: Shape, rounds: int) -> list[Batch]:
@@ -117,12 +118,12 @@ def fit_mu(cap: int, tokens: float, rounds: int) -> float:
     low, high = MU - 1, MU
     for _ in range(12):
         middle = (low + high) / 2
-        found = draw_batches(parse_shape(f"lognormal:{middle},{SIGMA},{cap}"), rounds)
-        low, high = (middle, high) if np.mean([batch.length.sum() for batch in found]) < tokens else (low, middle)
+        batches = draw_batches(parse_shape(f"lognormal:{middle},{SIGMA},{cap}"), rounds)
+        low, high = (middle, high) if np.mean([batch.length.sum() for batch in batches]) < tokens else (low, middle)
     return (low + high) / 2
 
 
-def _seconds(theirs: Machine, ours: Machine, cap: int, rounds: int, mu: float = MU) -> dict[str, float]:
+def _seconds(theirs: ProfiledMachine, ours: ProfiledMachine, cap: int, rounds: int, mu: float = MU) -> dict[str, float]:
     reached = draw_batches(parse_shape(f"lognormal:{mu},{SIGMA},{cap}"), rounds)
     times: dict[str, list[float]] = {"tokens": [float(batch.length.sum()) for batch in reached]}
     histories = {"survival, PAT's costs": LengthHistory(), "survival, our costs": LengthHistory()}
@@ -135,8 +136,8 @@ def _seconds(theirs: Machine, ours: Machine, cap: int, rounds: int, mu: float = 
                     on.make_policy("survival"), histories[f"survival, {costs} costs"], complete=True
                 ),
             }
-            for name, found in runs.items():
-                times.setdefault(f"{name}, {costs} costs", []).append(found.seconds)
+            for name, policy_run in runs.items():
+                times.setdefault(f"{name}, {costs} costs", []).append(policy_run.seconds)
         for tp in drain.degrees:
             times.setdefault(f"static TP{tp}", []).append(drain.run_static(tp).seconds)
     return {name: float(np.mean(seconds)) for name, seconds in times.items()}

@@ -29,7 +29,7 @@ from rich.table import Table
 from sglang_pat.predict.profile import load
 from sglang_pat.tools.commands import Parser, run
 from studies import PROFILES, pat_settings, wrong_profiles
-from studies.compare import KNOWN, Machine, Workload, compare, compute_regrets
+from studies.compare import KNOWN, ProfiledMachine, Workload, compare, compute_regrets
 from studies.shapes import NAMED, parse_shape
 from studies.simulate import describe_queueing
 
@@ -40,14 +40,14 @@ SPACING = 32
 """Token steps between two questions at least: a policy is asked some hundred times a batch."""
 
 REGRET_GOAL = 0.5
-"""Of ``survival``'s mean regret to ``pat``'s, at most."""
+"""Most that ``survival``'s mean regret may be of ``pat``'s."""
 
 STATIC_GOAL = 0.98
-"""Best static layout's time over ``survival``'s, at least."""
+"""Least ratio of the best static layout's time to ``survival``'s."""
 
 
 @dataclass(frozen=True)
-class Cell:
+class PolicyCell:
     """Figures of one cell: mean regrets, times as the best static layout's over the policy's, switches in a round.
 
     Policies wait for more requests in the first two rounds; after them they know how many come.  ``…_decided``: regrets
@@ -72,11 +72,11 @@ class Cell:
 
 
 @cache
-def make_machine(path: str) -> Machine:
-    return Machine(load(path, complete=True))
+def make_machine(path: str) -> ProfiledMachine:
+    return ProfiledMachine(load(path, complete=True))
 
 
-def study(task: tuple[str, str, float, int, int, int]) -> Cell | None:
+def study(task: tuple[str, str, float, int, int, int]) -> PolicyCell | None:
     """One cell; None if its batch does not fit."""
     path, shape, rho, batch, rounds, seed = task
     on = make_machine(path)
@@ -91,7 +91,7 @@ def study(task: tuple[str, str, float, int, int, int]) -> Cell | None:
     best = min(mean[name] for name in statics)
     regret = {name: compute_regrets(runs, name) for name in ("pat", "survival", "pat" + KNOWN, "survival" + KNOWN)}
     most = {name: max(len(run.switches) for run in runs[name]) for name in ("pat", "survival")}
-    return Cell(
+    return PolicyCell(
         profile=Path(path).stem,
         shape=shape,
         rho=rho,
@@ -110,7 +110,7 @@ def study(task: tuple[str, str, float, int, int, int]) -> Cell | None:
     )
 
 
-def sum_total(cells: list[Cell]) -> dict[str, float]:
+def sum_total(cells: list[PolicyCell]) -> dict[str, float]:
     """Means and extremes over cells.
 
     ``worst_reachable``: the worst ratio to the best static layout among cells where the oracle itself keeps the goal.
@@ -135,8 +135,8 @@ def sum_total(cells: list[Cell]) -> dict[str, float]:
     }
 
 
-def format_tables(cells: list[Cell]) -> tuple[Table, dict[str, dict]]:
-    """By profile, shape, ρ and batch, and over all."""
+def format_tables(cells: list[PolicyCell]) -> tuple[Table, dict[str, dict]]:
+    """Tables by profile, shape, ρ and batch, and over all."""
     table = Table(
         title="Mean regret against the oracle (decisions: round 1 is known to be complete too); best static layout's "
         "time over the policy's, worst cell; most switches in a round"
@@ -172,12 +172,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
     parser.add_argument("--seed", type=int, default=0, help="of the lengths (default 0)")
     parser.add_argument("--wrong", type=float, metavar="SHARE", help="by which each layout's step times are off")
-    about = f"with --wrong: of {', '.join(wrong_profiles.KINDS)} (default layout), or another machine's profile"
-    parser.add_argument("--errors", nargs="+", default=["layout"], metavar="KIND", help=about)
+    text = f"with --wrong: of {', '.join(wrong_profiles.KINDS)} (default layout), or another machine's profile"
+    parser.add_argument("--errors", nargs="+", default=["layout"], metavar="KIND", help=text)
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="with --wrong: so many, from --seed on")
     default = wrong_profiles.CALIBRATION_NOISE
-    about = f"with --wrong: of a turn of the calibration (default {default})"
-    parser.add_argument("--calibration", type=float, default=default, metavar="NOISE", help=about)
+    text = f"with --wrong: of a turn of the calibration (default {default})"
+    parser.add_argument("--calibration", type=float, default=default, metavar="NOISE", help=text)
     parser.add_argument("--uncalibrated", action="store_true", help="with --wrong: there is no calibration")
     parser.add_argument("--profiles", nargs="+", type=Path, metavar="FILE", help="default: studies/profiles/*.json")
     args = parser.parse_args(argv)
@@ -201,7 +201,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def study_wrong(args: argparse.Namespace, console: Console, cells: list[tuple[str, float, int]], rounds: int) -> int:
     """The study on wrong profiles; ``cells``: (shape, ρ, batch)."""
     tasks = [
-        wrong_profiles.Task(
+        wrong_profiles.WrongProfileTask(
             path=str(path), shape=shape, rho=rho, batch=batch, rounds=rounds, seed=args.seed + number,
             wrong=args.wrong, error=error, calibration=None if args.uncalibrated else args.calibration, spacing=SPACING,
         )
@@ -210,10 +210,10 @@ def study_wrong(args: argparse.Namespace, console: Console, cells: list[tuple[st
     ]  # fmt: skip
     with ProcessPoolExecutor(args.jobs) as pool:
         done = pool.map(wrong_profiles.study, tasks)
-        found = [cell for cell in track(done, "cells", len(tasks), console=Console(stderr=True)) if cell is not None]
-    console.print(wrong_profiles.format_table(found, args.wrong))
+        studied = [cell for cell in track(done, "cells", len(tasks), console=Console(stderr=True)) if cell is not None]
+    console.print(wrong_profiles.format_table(studied, args.wrong))
     if args.json:
-        args.json.write_text(json.dumps([asdict(cell) for cell in found], indent=1) + "\n")
+        args.json.write_text(json.dumps([asdict(cell) for cell in studied], indent=1) + "\n")
     return 0
 
 
@@ -227,8 +227,8 @@ def main(argv: list[str] | None = None) -> int:
     drawn = (rounds, args.seed)
     tasks = [(str(p), s, rho, b, *drawn) for p in args.profiles for s in shapes for rho in rhos for b in batches]
     with ProcessPoolExecutor(args.jobs) as pool:
-        found = list(track(pool.map(study, tasks), "cells", len(tasks), console=Console(stderr=True)))
-    cells = [cell for cell in found if cell is not None]
+        studied = list(track(pool.map(study, tasks), "cells", len(tasks), console=Console(stderr=True)))
+    cells = [cell for cell in studied if cell is not None]
     table, totals = format_tables(cells)
     console.print(table)
     every = totals["all"]

@@ -16,11 +16,11 @@ from sglang_pat.tools import pictures
 FLOOR = 1e-4
 """Regrets below are drawn here."""
 HALF, WITHIN = 0.5, 0.98
-"""Goals: of ``pat``'s regret at most; of the best static layout's speed at least."""
+"""Goals: most of ``pat``'s regret, and least of the best static layout's speed."""
 PAT_COSTS = "-pat-costs"
-"""How profiles with PAT's switch costs end.  No engine here has these costs."""
+"""Ending of the names of profiles with PAT's switch costs.  No engine here has these costs."""
 Cells = Sequence[dict]
-"""As of ``policies --json``: ``Cell`` as a dict."""
+"""Cells of ``policies --json``: each is ``policies.PolicyCell`` as a dict."""
 
 
 def draw(cells: Cells, path: Path) -> Path:
@@ -30,9 +30,11 @@ def draw(cells: Cells, path: Path) -> Path:
     for number, profile in enumerate(dict.fromkeys(cell["profile"] for cell in cells)):
         shade = pictures.SERIES[number % len(pictures.SERIES)]
         style = dict(marker="o", linestyle="none", color=shade, ms=4, alpha=0.8, label=profile)
-        mine = [cell for cell in cells if cell["profile"] == profile]
-        left.plot(_apply_floor(mine, "pat_decided"), _apply_floor(mine, "survival_decided"), **style)
-        right.plot([c["static_over_oracle"] for c in mine], [c["static_over_survival"] for c in mine], **style)
+        of_profile = [cell for cell in cells if cell["profile"] == profile]
+        left.plot(_apply_floor(of_profile, "pat_decided"), _apply_floor(of_profile, "survival_decided"), **style)
+        right.plot(
+            [c["static_over_oracle"] for c in of_profile], [c["static_over_survival"] for c in of_profile], **style
+        )
     _draw_regrets(left, cells)
     _draw_statics(right, cells)
     figure.legend(
@@ -44,7 +46,7 @@ def draw(cells: Cells, path: Path) -> Path:
 
 
 def format_title(cells: Cells) -> str:
-    """Mean regrets of the decisions."""
+    """Title with the mean regrets of the decisions."""
     ours, theirs = mean(c["survival_decided"] for c in cells), mean(c["pat_decided"] for c in cells)
     return (
         f"By its decisions survival loses {ours:.2%} of the time against the oracle, pat {theirs:.2%} "
@@ -53,13 +55,13 @@ def format_title(cells: Cells) -> str:
 
 
 def format_regret_count(cells: Cells) -> str:
-    """In how many cells ``survival`` is the worse one of the two."""
+    """Number of cells in which ``survival`` is the worse one of the two."""
     more = sum(max(c["survival_decided"], FLOOR) > max(c["pat_decided"], FLOOR) for c in cells)
     return f"survival loses more than pat in {more} of {len(cells)} cells"
 
 
 def format_static_count(cells: Cells) -> str:
-    """Where ``survival`` keeps up with the best static layout, and where the oracle does."""
+    """Number of cells in which ``survival`` keeps up with the best static layout, and in which the oracle does."""
     ours, oracle = (sum(c[f"static_over_{name}"] >= WITHIN for c in cells) for name in ("survival", "oracle"))
     cells_of = f"survival in {ours} of {len(cells)} cells, the oracle in {oracle}"
     return f"At least {WITHIN:.0%} of the best static speed: {cells_of}"
@@ -70,7 +72,7 @@ def _apply_floor(cells: Cells, name: str) -> list[float]:
 
 
 def _draw_regrets(axes: Axes, cells: Cells) -> None:
-    """Lines: as much, and half as much."""
+    """Draw regrets, with lines for as much and half as much."""
     ends = [FLOOR, 1.5 * max(*_apply_floor(cells, "pat_decided"), *_apply_floor(cells, "survival_decided"))]
     axes.plot(ends, ends, color=pictures.LINE, linewidth=0.9)
     axes.plot(ends, [HALF * end for end in ends], ":", color=pictures.LINE, linewidth=0.9)
@@ -84,7 +86,7 @@ def _draw_regrets(axes: Axes, cells: Cells) -> None:
 
 
 def _draw_statics(axes: Axes, cells: Cells) -> None:
-    """Lines: as fast as the oracle, and the goal."""
+    """Draw speeds, with lines for as fast as the oracle and for the goal."""
     values = [c[f"static_over_{name}"] for c in cells for name in ("survival", "oracle")]
     ends = [min(values), max(values)]
     axes.plot(ends, ends, color=pictures.LINE, linewidth=0.9)

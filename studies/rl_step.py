@@ -41,9 +41,9 @@ from sglang_pat.rollout.rules import Rules
 from sglang_pat.tools import pictures
 from sglang_pat.tools.commands import Parser, UsageError, run
 from studies import PROFILES, step_picture
-from studies.rounds import Engines, Round, Simulation
+from studies.rounds import Engines, SimulatedRound, Simulation
 from studies.shapes import parse_shape
-from studies.tail_batching import SETTINGS, Setting, Slower
+from studies.tail_batching import SETTINGS, PaperSetting, Slower
 
 ROWS = ("plain", "tail batching", "rewards", "adaptive TP", "stream")
 REPORTED = {
@@ -51,30 +51,30 @@ REPORTED = {
     "14B, 16K": (1.0, 1.48, 1.99, 2.02, 2.22),
     "32B, 32K": (1.0, 2.21, 2.48, 2.52, 2.56),
 }
-"""Times as fast, cumulative (RollPacker, Table 2)."""
+"""Speed-ups that RollPacker reports, cumulative (Table 2)."""
 
 CORRELATION = 0.5
-"""Of the lengths of one prompt's responses."""
+"""Correlation of the lengths of one prompt's responses."""
 PARAMETERS = {"7B, 8K": 7.6, "14B, 16K": 14.8, "32B, 32K": 32.8}
-"""Thousand millions."""
+"""Parameters in thousand millions, by setting."""
 TRAINING_SHARE, MEASURED = 22 / 71, SETTINGS[1]
 """Seconds of training over seconds of a plain rollout, of the 14B (Table 1)."""
 STEPS, SEEDS = 10, 4
-"""Steps that count, after some that fill the queue; so many times, with other lengths and rewards."""
+"""Number of steps that count, after some that fill the queue, and of simulations with other lengths and rewards."""
 QUICK_STEPS, QUICK_SEEDS = 3, 1
 SETUP = 2.0
 """Seconds between a lending and the first token that is trained.  A guess."""
 
 # Rewards: a third of the prompts each are mathematics, code, and for a judge (section 6).
 MATH_SECONDS, JUDGE_SECONDS = 0.1, 2.0
-"""Guesses; neither is what a step waits for."""
+"""Seconds of rewards, guessed; neither is what a step waits for."""
 QUICKEST, SLOWEST = 0.05, 4.4
 """Seconds of right programs, by problem, most below one: those of ``bench/rewards.py``."""
 ENDLESS, WRONG = 0.05, 0.4
 """Shares of programs that never end (Fig. 7a), and of other wrong ones."""
 
 
-class Rewards:
+class RewardTimes:
     """Seconds that the reward of a sample takes; workers are enough for all that come.
 
     Args:
@@ -103,11 +103,11 @@ class Rewards:
 
 
 @dataclass(frozen=True)
-class Job:
+class StepJob:
     """One simulation: so many ``rounds`` count, after some that fill the queue; ``seconds_per_token`` of training on
     all ranks of a node."""
 
-    setting: Setting
+    setting: PaperSetting
     row: str
     rounds: int
     seed: int
@@ -137,7 +137,7 @@ class Stages:
         return self.rollout + self.reward + self.training
 
 
-def simulate(job: Job) -> Stages:
+def simulate(job: StepJob) -> Stages:
     """One row in one setting, with one seed."""
     setting, level = job.setting, ROWS.index(job.row)
     profile = load(PROFILES / f"{setting.profile}.json", complete=True)
@@ -154,7 +154,7 @@ def simulate(job: Job) -> Stages:
         lending=make_lending_policy(**policies, num_ranks=fingerprint.num_ranks, degrees=fingerprint.degrees)
         if streams else None,
         seconds_per_token=job.seconds_per_token, setup=SETUP,
-        reward_seconds=Rewards(job.seed, TimeLimits() if overlaps else None),
+        reward_seconds=RewardTimes(job.seed, TimeLimits() if overlaps else None),
     )  # fmt: skip
     eta = 1.25 if level >= 1 else 1.0
     rules = Rules(
@@ -162,57 +162,57 @@ def simulate(job: Job) -> Stages:
     )  # fmt: skip
     simulation = Simulation(engines, rules, parse_shape(setting.compute_lengths), CORRELATION, seed=job.seed)
     warm = min(5, job.rounds)
-    found = [simulation.run_round(version) for version in range(warm + job.rounds)][warm:]
-    tokens = [sum(map(simulation.count_training_tokens, one.groups)) for one in found]
+    counted = [simulation.run_round(version) for version in range(warm + job.rounds)][warm:]
+    tokens = [sum(map(simulation.count_training_tokens, one.groups)) for one in counted]
     if streams:
-        after = [one.after for one in found]
+        after = [one.after for one in counted]
     else:
         after = [
             (_count_reward_seconds(one, overlaps), job.seconds_per_token * count / nodes)
-            for one, count in zip(found, tokens, strict=True)
+            for one, count in zip(counted, tokens, strict=True)
         ]
     return Stages(
-        rollout=mean(one.seconds for one in found),
+        rollout=mean(one.seconds for one in counted),
         reward=mean(waiting for waiting, _ in after),
         training=mean(training for _, training in after),
-        hidden=mean(one.hidden for one in found),
-        lent=mean(one.lent for one in found),
+        hidden=mean(one.hidden for one in counted),
+        lent=mean(one.lent for one in counted),
         tokens=mean(tokens),
     )
 
 
-def _count_reward_seconds(found: Round, overlaps: bool) -> float:
-    """From the end of the rollout to the last reward."""
+def _count_reward_seconds(found: SimulatedRound, overlaps: bool) -> float:
+    """Seconds from the end of the rollout to the last reward."""
     if not overlaps:
         return max(took for _, took in found.rewards)
     return max(max(end + took for end, took in found.rewards) - found.seconds, 0.0)
 
 
 def measure_training(rounds: int, seeds: Sequence[int]) -> dict[str, float]:
-    """Seconds of training a token on all ranks of a node, by setting: that of the 14B from the paper's shares, of the
+    """Seconds of training a token on all ranks of a node, by setting: for the 14B from the paper's shares, for the
     others by parameters."""
-    plain = [simulate(Job(MEASURED, "plain", rounds, seed, 0.0)) for seed in seeds]
+    plain = [simulate(StepJob(MEASURED, "plain", rounds, seed, 0.0)) for seed in seeds]
     nodes = MEASURED.gpus // 8
     base = TRAINING_SHARE * nodes * mean(one.rollout for one in plain) / mean(one.tokens for one in plain)
     return {setting.name: base * PARAMETERS[setting.name] / PARAMETERS[MEASURED.name] for setting in SETTINGS}
 
 
 Found = dict[str, dict[str, list[Stages]]]
-"""By setting and row, one a seed."""
+"""Stages by setting and row, one entry a seed."""
 
 
 def simulate_all(rounds: int, seeds: Sequence[int], jobs: int | None) -> Found:
     per_token = measure_training(rounds, seeds)
     plan = [
-        Job(setting, row, rounds, seed, per_token[setting.name]) for setting in SETTINGS for row in ROWS
+        StepJob(setting, row, rounds, seed, per_token[setting.name]) for setting in SETTINGS for row in ROWS
         for seed in seeds
     ]  # fmt: skip
     with ProcessPoolExecutor(jobs) as pool:
         done = list(track(pool.map(simulate, plan), "rows", len(plan), console=Console(stderr=True)))
-    found: Found = {}
+    stages_by_row: Found = {}
     for job, stages in zip(plan, done, strict=True):
-        found.setdefault(job.setting.name, {}).setdefault(job.row, []).append(stages)
-    return found
+        stages_by_row.setdefault(job.setting.name, {}).setdefault(job.row, []).append(stages)
+    return stages_by_row
 
 
 def list_rows(found: Found) -> list[tuple[str, ...]]:
@@ -256,17 +256,17 @@ def main(argv: list[str] | None = None) -> int:
     if args.seeds is not None and args.seeds < 1:
         raise UsageError(f"--seeds {args.seeds}: must be at least 1")
     steps, seeds = (QUICK_STEPS, QUICK_SEEDS) if args.quick else (STEPS, SEEDS)
-    found = simulate_all(steps, range(1, (args.seeds or seeds) + 1), args.jobs)
-    Console(width=160, highlight=False).print(format_table(found))
+    stages = simulate_all(steps, range(1, (args.seeds or seeds) + 1), args.jobs)
+    Console(width=160, highlight=False).print(format_table(stages))
     if args.json:
         written = {
             setting: {row: [asdict(one) for one in runs] for row, runs in rows.items()}
-            for setting, rows in found.items()
+            for setting, rows in stages.items()
         }
         args.json.write_text(json.dumps(written, indent=1) + "\n")
     if args.png:
         step_picture.draw(
-            step_picture.read_lines([dict(zip(HEADS, line, strict=True)) for line in list_rows(found)]), "", args.png
+            step_picture.read_lines([dict(zip(HEADS, line, strict=True)) for line in list_rows(stages)]), "", args.png
         )
     return 0
 

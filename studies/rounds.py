@@ -39,7 +39,7 @@ from sglang_pat.rollout.records import (
 from sglang_pat.rollout.rules import Rules
 from studies.shapes import Shape
 from studies.training import ASK_SECONDS as LENDING_SECONDS
-from studies.training import Trainer
+from studies.training import SimulatedTrainer
 
 ASK_SECONDS = 0.25
 """Time between two questions to a policy."""
@@ -132,7 +132,7 @@ class Replica:
         return self._next
 
     def _count_steps(self) -> int:
-        """Until a sample ends or the room is full; one alone has room."""
+        """Number of steps until a sample ends or the room is full; one sample alone has room."""
         steps = int(self.left.min())
         if len(self.ids) == 1 or self._room == np.inf:
             return steps
@@ -158,7 +158,7 @@ class Replica:
         return self._take(int(over[0])) if len(over) else None
 
     def retract(self) -> list[int]:
-        """Put samples back, shortest first, until there is room for some steps; their contexts."""
+        """Put samples back, shortest first, until there is room for some steps; returns their contexts."""
         contexts: list[int] = []
         while len(self.ids) > 1 and self.context.sum() + RETRACTED_FOR * len(self.ids) > self._room:
             place = int(np.argmin(self.context))
@@ -169,7 +169,7 @@ class Replica:
         return contexts
 
     def remove(self, sample: SampleId, now: float) -> int:
-        """Take a sample out; its context."""
+        """Take a sample out; returns its context."""
         self.advance(now)
         if sample in self.ids:
             place = self.ids.index(sample)
@@ -188,7 +188,7 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class Round:
+class SimulatedRound:
     """Seconds of a round, its summary, the groups that it returned, number of switches.
 
     Attributes:
@@ -233,13 +233,13 @@ class Simulation:
         self.now = 0.0
 
     def _feed_prompts(self) -> None:
-        wanted, left = self.admitter.wanted, self._prompts - self._fed
-        end = 0 if wanted >= left else None
-        count = int(min(wanted, left))
+        prompts, left = self.admitter.wanted, self._prompts - self._fed
+        end = 0 if prompts >= left else None
+        count = int(min(prompts, left))
         self.admitter.feed([((0, self._fed + place), None) for place in range(count)], end_of=end)
         self._fed += count
 
-    def run_round(self, version: int) -> Round:
+    def run_round(self, version: int) -> SimulatedRound:
         """One round; the next one begins at once."""
         self._feed_prompts()
         begun = self._begun = self.now
@@ -279,7 +279,7 @@ class Simulation:
                 self.admitter.record_finished(sample, self._make_output(sample, length - self._had[sample], "stop"))
             )
         seconds = self.now - begun
-        return Round(
+        return SimulatedRound(
             seconds=seconds,
             summary=self.admitter.record_round_time(self._over.summary, seconds),
             groups=self._returned,
@@ -291,15 +291,15 @@ class Simulation:
         )
 
     def _list_rewards(self, group: Group) -> list[tuple[float, float]]:
-        """When its samples ended, and seconds of their rewards."""
+        """Seconds at which samples ended, and seconds of their rewards."""
         return [self._rewards[group.get_sample_id(sample)] for sample in group.list_kept()]
 
     def count_training_tokens(self, group: Group) -> int:
         return sum(self.prompt_tokens + sample.output.tokens for sample in group.list_kept())
 
-    def run_epoch(self) -> list[Round]:
-        """All rounds of ``prompts``."""
-        rounds: list[Round] = []
+    def run_epoch(self) -> list[SimulatedRound]:
+        """Run all rounds of ``prompts``."""
+        rounds: list[SimulatedRound] = []
         while self._fed < self._prompts or self.admitter.epoch is not None:
             rounds.append(self.run_round(len(rounds)))
         return rounds
@@ -343,11 +343,11 @@ class Simulation:
                     self._do(self.admitter.record_verdict(group.key, True))
                 case ReturnGroup(group):
                     self._returned.append(group)
-                    known = max(end + took for end, took in self._list_rewards(group))
-                    self._known_at.append(known)
+                    known_at = max(end + took for end, took in self._list_rewards(group))
+                    self._known_at.append(known_at)
                     self._kept.update(map(group.get_sample_id, group.list_kept()))
                     trainer = min((node.loan.trainer for node in self._nodes), key=lambda trainer: trainer.taken)
-                    trainer.add(self.engines.seconds_per_token * self.count_training_tokens(group), known)
+                    trainer.add(self.engines.seconds_per_token * self.count_training_tokens(group), known_at)
                 case NeedPrompts():
                     pass  # prompts come between rounds only
                 case RoundOver():
@@ -365,7 +365,7 @@ class Simulation:
         return [Replica(seconds, engines.fingerprint.max_running, clock) for _ in range(self._count_ranks(node) // tp)]
 
     def _count_ranks(self, node: _Node) -> int:
-        """Of a node, those that work."""
+        """Number of ranks of a node that work."""
         ranks = self.engines.fingerprint.num_ranks
         return ranks // STRIDE if node.loan.lent else ranks
 
@@ -394,15 +394,15 @@ class Simulation:
         snapshot = self._make_snapshot(node)
         if snapshot is None:
             return
-        wanted = policy(snapshot, node.history).tp
-        if wanted == node.tp:
+        degree = policy(snapshot, node.history).tp
+        if degree == node.tp:
             return
         lengths = snapshot.load.prompt + snapshot.load.output
         self._switched += 1
-        self._rebuild(node, wanted, self.engines.costs.estimate(node.tp, wanted, lengths).seconds)
+        self._rebuild(node, degree, self.engines.costs.estimate(node.tp, degree, lengths).seconds)
 
     def _rebuild(self, node: _Node, tp: int, pause: float) -> None:
-        """After a pause all that runs on a node goes on in this degree, on the ranks that work now."""
+        """Let all that runs on a node go on in this degree after a pause, on the ranks that work now."""
         node.resumes = node.last_switch = max(self.now, node.resumes) + pause
         old, node.tp = node.replicas, tp
         node.replicas = self._make(node)
@@ -439,25 +439,25 @@ class Simulation:
         loan.asked = self.now
         fingerprint = engines.fingerprint
         room = {tp: fingerprint.kv_tokens * tp // fingerprint.base_tp for tp in fingerprint.degrees}
-        found = lending(replace(snapshot, room=room), node.history, training)
-        if found.move is Move.TAKE_BACK:
+        decision = lending(replace(snapshot, room=room), node.history, training)
+        if decision.move is Move.TAKE_BACK:
             loan.closing = True
-        elif found.move is Move.LEND:
+        elif decision.move is Move.LEND:
             loan.lent = True
-            self._rebuild(node, found.tp, engines.costs.estimate_lending(node.tp, held).seconds)
+            self._rebuild(node, decision.tp, engines.costs.estimate_lending(node.tp, held).seconds)
             loan.since = node.resumes
             loan.trainer.lend(node.resumes, engines.setup)
 
     def _describe_training(self, node: _Node, running: int) -> Training:
         """What the client knows of this step: a node's share of it."""
         engines, rules, trainer, nodes = self.engines, self.rules, node.loan.trainer, len(self._nodes)
-        known = sum(moment <= self.now for moment in self._known_at)
+        complete_samples = sum(moment <= self.now for moment in self._known_at)
         pending = [sample for sample in self._rewards if sample not in self._kept]
         samples = rules.num_prompts * rules.num_responses
         needed = samples - len(self._kept) - len(pending)
         return Training(
             samples=samples // nodes,
-            complete=known * rules.num_responses // nodes,
+            complete=complete_samples * rules.num_responses // nodes,
             ready=round(trainer.get_ready_seconds(self.now) / max(engines.seconds_per_token, 1e-12)),
             pending=sum(self.prompt_tokens + self._sample_length(sample) for sample in pending) // nodes,
             seconds_per_token=engines.seconds_per_token,
@@ -471,10 +471,10 @@ class Simulation:
 
 @dataclass
 class _Loan:
-    """Of a round and a node: whether ranks are lent, since when, and how long; samples that were complete when the
-    policy was asked."""
+    """Loan of a node's ranks in a round: whether they are lent, since when, and how long; samples that were complete
+    when the policy was asked."""
 
-    trainer: Trainer = field(default_factory=Trainer)
+    trainer: SimulatedTrainer = field(default_factory=SimulatedTrainer)
     lent: bool = False
     closing: bool = False
     returned: bool = False

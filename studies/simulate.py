@@ -49,7 +49,7 @@ class Batch:
 
 
 @dataclass
-class Run:
+class SimulatedRun:
     """What happened: total seconds; switches as (token index, from, to, seconds of pause)."""
 
     seconds: float
@@ -105,13 +105,13 @@ class Drain:
         return elapsed[:, self._inside[dealt:] - self._inside[dealt]]
 
     def elapsed(self, tp: int, dealt: int = 0) -> np.ndarray:
-        """As :meth:`compute_elapsed` has it, in truth."""
+        """Elapsed seconds by the true step times; see :meth:`compute_elapsed`."""
         if (tp, dealt) not in self._elapsed:
             self._elapsed[tp, dealt] = self.compute_elapsed(self._predictor, tp, dealt)
         return self._elapsed[tp, dealt]
 
     def seconds(self, tp: int, start: int, dealt: int = 0) -> np.ndarray:
-        """From point number ``start`` to each point from there on, in one layout, ``[points - start]``.
+        """Seconds from point number ``start`` to each point from there on, in one layout, ``[points - start]``.
 
         Args:
             dealt: point number, at most ``start``, at which requests were dealt to the replicas.
@@ -132,10 +132,10 @@ class Drain:
         """Numbers of the requests that still run at a point."""
         return np.flatnonzero(self.batch.length > self.points[point])
 
-    def run_static(self, tp: int) -> Run:
-        return Run(seconds=float(self.seconds(tp, 0)[-1]))
+    def run_static(self, tp: int) -> SimulatedRun:
+        return SimulatedRun(seconds=float(self.seconds(tp, 0)[-1]))
 
-    def run_schedule(self, schedule: list[tuple[int, int]]) -> Run:
+    def run_schedule(self, schedule: list[tuple[int, int]]) -> SimulatedRun:
         """Time with given switches: (point, tp) in order, from the base layout."""
         changes = dict(schedule)
 
@@ -146,7 +146,7 @@ class Drain:
 
     def run_policy(
         self, policy: Policy, history: LengthHistory, complete: bool = False, reports: SimulatedReports | None = None
-    ) -> Run:
+    ) -> SimulatedRun:
         """Time with a policy that is asked at every point; it sees, and ``history`` learns, what an engine would.
 
         Args:
@@ -169,9 +169,9 @@ class Drain:
                 factors, lengths = reports.factors, seen.load.prompt + seen.load.output
                 doubts = factors.compute_uncertainty(tp, seen.num_ranks, lengths)
                 seen = replace(seen, factors=factors.get_factors(), doubts=doubts)
-            wanted = policy(seen, history).tp
-            switches += wanted != tp
-            return wanted
+            chosen = policy(seen, history).tp
+            switches += chosen != tp
+            return chosen
 
         run = self._drive(decide, deals=True)
         for request in order[reported:]:
@@ -216,26 +216,26 @@ class Drain:
             ),
         )
 
-    def _drive(self, decide: Callable[[int, float, int, float, int], int], deals: bool) -> Run:
-        """``decide``: the degree to be in, for (point, now, degree in force, end of the last switch, last deal);
-        ``deals``: lowering tp deals requests anew."""
+    def _drive(self, decide: Callable[[int, float, int, float, int], int], deals: bool) -> SimulatedRun:
+        """Run the batch; ``decide``: the degree to be in, for (point, now, degree in force, end of the last switch,
+        last deal); ``deals``: lowering tp deals requests anew."""
         tp, begun, since, last_switch, dealt = self.degrees[0], 0.0, 0, float("-inf"), 0
         elapsed = self.seconds(tp, 0)
-        run = Run(seconds=0.0)
+        run = SimulatedRun(seconds=0.0)
         for point in range(len(self.points) - 1):
             now = begun + float(elapsed[point - since])
-            wanted = decide(point, now, tp, last_switch, dealt)
-            if wanted != tp:
-                pause = self.switch_seconds(point, tp, wanted)
-                run.switches.append((int(self.points[point]), tp, wanted, pause))
+            chosen = decide(point, now, tp, last_switch, dealt)
+            if chosen != tp:
+                pause = self.switch_seconds(point, tp, chosen)
+                run.switches.append((int(self.points[point]), tp, chosen, pause))
                 begun = last_switch = now + pause
-                dealt = point if deals and wanted < tp else dealt
-                tp, since, elapsed = wanted, point, self.seconds(wanted, point, dealt)
+                dealt = point if deals and chosen < tp else dealt
+                tp, since, elapsed = chosen, point, self.seconds(chosen, point, dealt)
         run.seconds = begun + float(elapsed[-1])
         return run
 
 
-def find_best_run(drain: Drain) -> Run:
+def find_best_run(drain: Drain) -> SimulatedRun:
     """The best schedule of switches for a batch whose lengths are known: what any policy's time is measured against.
 
     Least total time from the base layout, by dynamic programming over (point, layout).
@@ -259,7 +259,7 @@ def find_best_run(drain: Drain) -> Run:
 
 
 def find_best_seconds(drain: Drain) -> dict[int, float]:
-    """The least time of the batch by the degree in which it starts."""
+    """Least seconds of the batch by the degree in which it starts."""
     return dict(zip(drain.degrees, solve(drain)[0][0].tolist(), strict=True))
 
 
@@ -310,7 +310,8 @@ def _sum_running(replica: np.ndarray, last: np.ndarray, weight: np.ndarray, repl
 
 
 def _thin_out(ends: np.ndarray, spacing: int, always: np.ndarray) -> np.ndarray:
-    """The first and the last of ``ends``, those in ``always``, and every one ``spacing`` after the one kept before."""
+    """The points that are kept: the first and the last of ``ends``, those in ``always``, and every one ``spacing``
+    after the one kept before."""
     kept = [int(ends[0])]
     for end, keep in zip(ends[1:-1], np.isin(ends[1:-1], always), strict=True):
         if keep or end - kept[-1] >= spacing:
@@ -339,7 +340,8 @@ class SimulatedReports:
         self._believed, self._noise, self._random = believed, noise, random
 
     def calibrate(self, right: StepPredictor, num_ranks: int, noise: float) -> None:
-        """As an engine does before its first request; ``noise``: as above, of a layout in one turn."""
+        """Calibrate as an engine does before its first request; ``noise``: standard deviation of the logarithm of a
+        layout's measured time in one turn."""
         degrees, turns = self.factors.degrees, list[dict[int, Steps]]()
         for each, context in TURNS:
             turn: dict[int, Steps] = {}
@@ -368,9 +370,9 @@ class SimulatedReports:
             steps, dealt_to = end - start, drain.list_running(dealt)
             prompt, length = drain.batch.prompt[dealt_to], drain.batch.length[dealt_to]
             replica = np.arange(len(length)) % len(measured)
-            made = np.clip(length, start, end) - start  # by each request
-            requests = np.bincount(replica, made, len(measured))
-            tokens = np.bincount(replica, made * (prompt + start + made / 2), len(measured))
+            generated = np.clip(length, start, end) - start  # by each request
+            requests = np.bincount(replica, generated, len(measured))
+            tokens = np.bincount(replica, generated * (prompt + start + generated / 2), len(measured))
             number = -(-steps // REPORT_STEPS)
             for *batch, took, ought in zip(requests, tokens, measured, expected, strict=True):
                 if ought > 0:

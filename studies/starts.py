@@ -45,19 +45,19 @@ from studies.simulate import Batch, Drain, find_best_seconds
 
 MODELS = {model.name: model for model in (A3B, MIXTRAL, LLAMA, QWEN_32B)}
 DEPLOYMENTS = ((A3B.name, 4), (A3B.name, 2), (A3B.name, 1), (MIXTRAL.name, 2), (LLAMA.name, 1), (QWEN_32B.name, 2))
-"""(model, base degree); the dense ones for comparison."""
+"""Deployments as (model, base degree); the dense ones for comparison."""
 SAMPLES, CAPS = (128, 256, 512, 1024), (8192, 16384)
 PROMPT, GROUP, CORRELATION = 512, 8, 0.5
 ASK_SECONDS = 1.0
-"""Between two questions to the policy."""
+"""Seconds between two questions to the policy."""
 GOAL = 0.01
-"""Most that a start may lose."""
+"""Most that a start may lose, as a share."""
 FITS = 0.95
-"""Of the room for KV: so much a round that fits takes at most."""
+"""Share of the room for KV that a round that fits takes at most."""
 REDUCE_SECONDS = {1: 0.0, 2: 6e-6, 4: 8e-6, 8: 11e-6}
-"""Of an all-reduce of few bytes, by degree."""
+"""Seconds of an all-reduce of few bytes, by degree."""
 WITHOUT_REDUCE = 52e-6
-"""Of a layer in every step, without its all-reduces."""
+"""Seconds of a layer in every step, without its all-reduces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Node:
     policy: Policy
 
     def step_seconds(self, tp: int, batch: Number, tokens: Number, replicas: Number | None = None) -> Number:
-        """The truth, as a predictor has it."""
+        """True seconds of a step, with a predictor's arguments."""
         return np.where(np.asarray(batch) > 0, self.times.step_seconds(tp, batch, tokens), 0.0)
 
 
@@ -105,7 +105,7 @@ def make_node(name: str, base_tp: int, slow_reduce: bool) -> Node:
 
 
 @dataclass
-class Course:
+class SimulatedCourse:
     """How a round went: seconds, switches as (seconds, degree), samples put back for want of room."""
 
     seconds: float = 0.0
@@ -113,7 +113,7 @@ class Course:
     retracted: int = 0
 
 
-class Generation:
+class SimulatedGeneration:
     """A round of ``lengths`` responses on a node from one degree on.
 
     Args:
@@ -134,13 +134,13 @@ class Generation:
         self.node, self.lengths, self.limit, self.tp = node, lengths, limit, tp
         self._policy, self._history = policy, history
         self._least, self._last_switch = least, float("-inf")
-        self.course, self.now = Course(), 0.0
+        self.course, self.now = SimulatedCourse(), 0.0
         self._replicas = self._make(tp)
         for number, length in enumerate(lengths):
             sample = SampleId(0, number // GROUP, number, 0)
             self._replicas[number % len(self._replicas)].add(sample, PROMPT, int(length), 0.0)
 
-    def run(self) -> Course:
+    def run(self) -> SimulatedCourse:
         asked, left = 0.0, len(self.lengths)
         while left:
             replica = min(self._replicas, key=lambda replica: replica.due)
@@ -171,32 +171,34 @@ class Generation:
     def _ask(self, policy: Policy) -> None:
         for replica in self._replicas:
             replica.advance(self.now)
-        found = [(s, int(context), int(rest), place) for place, replica in enumerate(self._replicas)
-                 for s, context, rest in [*zip(replica.ids, replica.context, replica.left, strict=True),
+        running_samples = [(s, int(context), int(left), place) for place, replica in enumerate(self._replicas)
+                 for s, context, left in [*zip(replica.ids, replica.context, replica.left, strict=True),
                                           *replica.waiting]]  # fmt: skip
-        if not found:
+        if not running_samples:
             return
-        contexts = np.array([context for _, context, *_ in found])
-        load = make_load(len(found), self.limit, contexts - PROMPT)
+        contexts = np.array([context for _, context, *_ in running_samples])
+        load = make_load(len(running_samples), self.limit, contexts - PROMPT)
         load = replace(
-            load, family=np.array([s.index for s, *_ in found]), replica=np.array([place for *_, place in found])
+            load,
+            family=np.array([s.index for s, *_ in running_samples]),
+            replica=np.array([place for *_, place in running_samples]),
         )
         snapshot = make_snapshot(
-            self.node, self.tp, len(found), now=self.now, peak=len(self.lengths), complete=True, load=load,
+            self.node, self.tp, len(running_samples), now=self.now, peak=len(self.lengths), complete=True, load=load,
             last_switch=self._last_switch, start=self._least, switches=len(self.course.switches),
         )  # fmt: skip
-        wanted = policy(snapshot, self._history).tp
-        if wanted == self.tp:
+        degree = policy(snapshot, self._history).tp
+        if degree == self.tp:
             return
         running = np.concatenate([replica.context for replica in self._replicas])
-        self.now += self.node.costs.estimate(self.tp, wanted, running).seconds
-        self.tp, self._last_switch = wanted, self.now
-        self.course.switches.append((self.now, wanted))
-        before, self._replicas = len(self._replicas), self._make(wanted)
+        self.now += self.node.costs.estimate(self.tp, degree, running).seconds
+        self.tp, self._last_switch = degree, self.now
+        self.course.switches.append((self.now, degree))
+        before, self._replicas = len(self._replicas), self._make(degree)
         # Those that decode come first.  Replicas merge whole; when tp is lowered each is spread over its parts.
-        for sample, context, rest, place in sorted(found, key=lambda one: one[1], reverse=True):
-            parts = self._replicas[place % len(self._replicas) :: before]
-            min(parts, key=len).add(sample, context, rest, self.now)
+        for sample, context, left, place in sorted(running_samples, key=lambda one: one[1], reverse=True):
+            replicas = self._replicas[place % len(self._replicas) :: before]
+            min(replicas, key=len).add(sample, context, left, self.now)
 
 
 def make_load(count: int, limit: int, output: np.ndarray) -> Load:
@@ -214,7 +216,7 @@ def make_snapshot(node: Node, tp: int, requests: int, **more: object) -> Snapsho
 
 
 @dataclass(frozen=True)
-class Cell:
+class StartCell:
     """A setting, and what its rounds took: one number a round in each list, in seconds where no other unit is said.
 
     Attributes:
@@ -252,9 +254,9 @@ class Cell:
 
         From the second round on, if there is one: before the first, nothing is known of the lengths.
         """
-        rest = slice(len(self.chosen) > 1, None)
-        taken = [self.started[tp][number] for number, tp in enumerate(self.chosen)][rest]
-        return float(np.mean(taken) / min(np.mean(each[rest]) for each in self.started.values())) - 1
+        later = slice(len(self.chosen) > 1, None)
+        taken = [self.started[tp][number] for number, tp in enumerate(self.chosen)][later]
+        return float(np.mean(taken) / min(np.mean(each[later]) for each in self.started.values())) - 1
 
     @property
     def first_lost(self) -> float:
@@ -266,13 +268,15 @@ Task = tuple[str, int, bool, int, int, int, int]
 """(model, base degree, slow all-reduce, samples, cap, rounds, seed)."""
 
 
-def study(task: Task) -> Cell:
+def study(task: Task) -> StartCell:
     name, base_tp, slow_reduce, samples, cap, rounds, seed = task
     node = make_node(name, base_tp, slow_reduce)
     degrees = tuple(node.profile.fingerprint.degrees)
     shape, random = parse_shape(f"lognormal:7.919,0.885,{cap}"), np.random.default_rng(seed)
     history, starts = LengthHistory(), StartDegrees(degrees)
-    cell = Cell(name, base_tp, slow_reduce, samples, cap, [], [], [], *({tp: [] for tp in degrees} for _ in range(3)))
+    cell = StartCell(
+        name, base_tp, slow_reduce, samples, cap, [], [], [], *({tp: [] for tp in degrees} for _ in range(3))
+    )
     for _ in range(rounds):
         lengths = shape.draw(samples, CORRELATION, GROUP, random)
         rule = starts.get_start_degree(RoundKind("", samples))
@@ -282,13 +286,13 @@ def study(task: Task) -> Cell:
         cell.chosen.append(chosen)
         learnt = history
         for tp in degrees:
-            mine = deepcopy(history)
-            course = Generation(node, lengths, cap, tp, mine, node.policy, rule.tp).run()
+            learning = deepcopy(history)
+            course = SimulatedGeneration(node, lengths, cap, tp, learning, node.policy, rule.tp).run()
             cell.started[tp].append(course.seconds + node.costs.estimate(base_tp, tp).seconds)
             cell.retracted[tp].append(course.retracted)
-            cell.static[tp].append(Generation(node, lengths, cap, tp, LengthHistory()).run().seconds)
+            cell.static[tp].append(SimulatedGeneration(node, lengths, cap, tp, LengthHistory()).run().seconds)
             if tp == chosen:
-                learnt = mine
+                learnt = learning
                 rule.observe(course.retracted, int(lengths.sum()), course.seconds)
         history = learnt
         if (best := _find_oracle_seconds(node, lengths, cap)) is not None:
@@ -323,8 +327,8 @@ def format_steps(name: str) -> Table:
     return table
 
 
-def format_rounds(cells: list[Cell], slow_reduce: bool) -> Table:
-    """Means over rounds."""
+def format_rounds(cells: list[StartCell], slow_reduce: bool) -> Table:
+    """Means of the rounds, as text."""
     after = "; all-reduces of 6, 8, 11 µs on 2, 4, 8 ranks" if slow_reduce else ""
     table = Table(title=f"Seconds a round, mean{after} (modelled)", title_justify="left")
     for column in ("model, base", "samples, cap", *(f"static tp{tp}" for tp in (1, 2, 4, 8)), "survival", "starts in",
@@ -342,7 +346,7 @@ def format_rounds(cells: list[Cell], slow_reduce: bool) -> Table:
 
 
 def _list_degrees(degrees: list[int]) -> str:
-    """In the order of the rounds; once if all are the same."""
+    """Degrees in the order of the rounds; one if all are equal."""
     return ", ".join(f"tp{tp}" for tp in (degrees if len({*degrees}) > 1 else degrees[:1]))
 
 

@@ -19,12 +19,12 @@ Found = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 
 def read_lines(lines: Sequence[Mapping[str, str]]) -> Found:
-    """Of the table, by its heads; of a cell with a range in brackets what stands before it."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    """Rows of the table by its heads; a cell with a range in brackets counts by what stands before it."""
+    figures: dict[str, dict[str, dict[str, float]]] = {}
     for line in lines:
         numbers = {head: float(cell.split()[0]) for head, cell in line.items() if head not in ("setting", "with")}
-        found.setdefault(line["setting"], {})[line["with"]] = numbers
-    return found
+        figures.setdefault(line["setting"], {})[line["with"]] = numbers
+    return figures
 
 
 def format_title(found: Found) -> str:
@@ -44,8 +44,8 @@ def draw(found: Found, source: str, path: Path) -> Path:
     handles = [Patch(color=color, label=name) for name, color in STAGES.values()]
     figure.legend(handles=handles, fontsize=10, frameon=False, loc="outside lower left", ncols=3)
     pictures.set_figure_title(figure, format_title(found))
-    about = f"Modelled profiles; rows are cumulative. {source}"
-    pictures.set_footer(figure, about, 0.5)
+    footer = f"Modelled profiles; rows are cumulative. {source}"
+    pictures.set_footer(figure, footer, 0.5)
     return pictures.save(figure, path)
 
 
@@ -56,10 +56,10 @@ def draw_bars(axes: Axes, rows: Mapping[str, Mapping[str, float]]) -> None:
         for stage, (_, color) in STAGES.items():
             axes.barh(place, row[stage], left=left, color=color, height=0.72)
             left += row[stage]
-        said = f"{row['step, s']:.0f} s"
+        label = f"{row['step, s']:.0f} s"
         if place:
-            said += f": {row['times as fast']:.2f}× (paper {row['paper']:.2f})"
-        axes.text(left, place, f" {said}", va="center", fontsize=10, color=pictures.LINE)
+            label += f": {row['times as fast']:.2f}× (paper {row['paper']:.2f})"
+        axes.text(left, place, f" {label}", va="center", fontsize=10, color=pictures.LINE)
     axes.set_yticks(range(len(rows)), list(rows), fontsize=10)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.1 * max(row["step, s"] for row in rows.values()))

@@ -32,14 +32,14 @@ from studies.shapes import parse_shape
 CORRELATIONS = (0.0, 0.5, 0.8)
 ETAS = (1.0, 1.125, 1.25, 1.375, 1.5)
 ROLLOUT_SHARE = 0.71
-"""Of a training step without tail batching (RollPacker Table 1: 72, 66 and 71%)."""
+"""Rollout's share of a training step without tail batching (RollPacker Table 1: 72, 66 and 71%)."""
 
 BOUND = 8
-"""Of deferrals, where there is one (the default of a job's rules)."""
+"""Bound on deferrals, where there is one (the default of a job's rules)."""
 
 
 @dataclass(frozen=True)
-class Setting:
+class PaperSetting:
     """One of RollPacker's (section 6.1), on the profile that is nearest to it.
 
     Attributes:
@@ -63,17 +63,17 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("7B, 8K", "8xH100-llama3.1-8b", 16, 1, 8192, 1.30),
-    Setting("14B, 16K", "8xH100-qwen3-14b", 32, 2, 16384, 1.48),
-    Setting("32B, 32K", "8xH100-qwen3-14b", 64, 2, 32768, 2.21, slower=32.5 / 14.8),
+    PaperSetting("7B, 8K", "8xH100-llama3.1-8b", 16, 1, 8192, 1.30),
+    PaperSetting("14B, 16K", "8xH100-qwen3-14b", 32, 2, 16384, 1.48),
+    PaperSetting("32B, 32K", "8xH100-qwen3-14b", 64, 2, 32768, 2.21, slower=32.5 / 14.8),
 )
 
 
 @dataclass(frozen=True)
-class Job:
-    """One simulation: so many ``rounds`` count, after some that fill the queue."""
+class RoundsJob:
+    """One simulation, in which ``rounds`` rounds count, after some that fill the queue."""
 
-    setting: Setting
+    setting: PaperSetting
     rho: float
     mode: str
     eta_prompts: float
@@ -84,13 +84,13 @@ class Job:
     adaptive: bool = False
     unbiased: bool = False
     shape: str | None = None
-    """Of the lengths; None: the setting's."""
+    """Shape of the lengths; None: the setting's."""
     max_deferrals: int = 64
-    """So many that nothing is ever forced; the paper has no bound."""
+    """Bound so high that nothing is ever forced; the paper has none."""
 
 
 class Slower:
-    """A predictor whose steps all take so many times as long."""
+    """A predictor whose steps all take ``factor`` times as long."""
 
     def __init__(self, predictor, factor: float) -> None:
         self._predictor, self._factor = predictor, factor
@@ -99,7 +99,7 @@ class Slower:
         return self._factor * self._predictor.step_seconds(*args, **kwargs)
 
 
-def simulate(job: Job) -> dict:
+def simulate(job: RoundsJob) -> dict:
     """Mean seconds of a round, rounds by kind, switches a round, tokens thrown away over all, tokens returned a s."""
     setting = job.setting
     profile = load(PROFILES / f"{setting.profile}.json", complete=True)
@@ -132,7 +132,7 @@ def simulate(job: Job) -> dict:
 
 
 def step_speedup(rollout: float) -> float:
-    """Of a whole training step, if only its rollout becomes ``rollout`` times as fast."""
+    """Speed-up of a whole training step, if only its rollout becomes ``rollout`` times as fast."""
     return 1 / (1 - ROLLOUT_SHARE + ROLLOUT_SHARE / rollout)
 
 
@@ -148,10 +148,10 @@ WAYS = {
     "as in the paper": (1.25, 1.25, False),
     "unbiased": (1.25, 1.0, True),
 }
-"""η_P, η_R, whether ``unbiased``: what is compared for each distribution of lengths."""
+"""Ways to be compared for each distribution of lengths: η_P, η_R, whether ``unbiased``."""
 
 
-def list_length_shapes(middle: Setting) -> dict[str, str]:
+def list_length_shapes(middle: PaperSetting) -> dict[str, str]:
     """Shapes of lengths, by name: what tail batching gains depends on them more than on all else."""
     return {
         "RollPacker": middle.compute_lengths,
@@ -160,50 +160,50 @@ def list_length_shapes(middle: Setting) -> dict[str, str]:
     }
 
 
-def plan_simulations(rounds: int, settings: tuple[Setting, ...], middle: Setting) -> dict[tuple, Job]:
+def plan_simulations(rounds: int, settings: tuple[PaperSetting, ...], middle: PaperSetting) -> dict[tuple, RoundsJob]:
     """All simulations, by what they are for."""
-    plan: dict[tuple, Job] = {}
+    plan: dict[tuple, RoundsJob] = {}
     for setting in settings:
         for rho in CORRELATIONS:
-            plan["base", setting.name, rho] = Job(setting, rho, "strict", 1.0, 1.0, rounds)
-            plan["strict", setting.name, rho] = Job(setting, rho, "strict", 1.25, 1.25, rounds)
-            for name, bound in (("reorder", BOUND), ("reorder, unforced", Job.max_deferrals)):
-                job = Job(setting, rho, "reorder", 1.25, 1.0, rounds, max_deferrals=bound)
+            plan["base", setting.name, rho] = RoundsJob(setting, rho, "strict", 1.0, 1.0, rounds)
+            plan["strict", setting.name, rho] = RoundsJob(setting, rho, "strict", 1.25, 1.25, rounds)
+            for name, bound in (("reorder", BOUND), ("reorder, unforced", RoundsJob.max_deferrals)):
+                job = RoundsJob(setting, rho, "reorder", 1.25, 1.0, rounds, max_deferrals=bound)
                 plan[name, setting.name, rho] = job
             # Adaptive TP works on one node: a node's share of the batch.
             share = dict(num_prompts=8 * 128 // setting.gpus, nodes=1)
             for name, eta in (("base", 1.0), ("strict", 1.25)):
                 for adaptive in (False, True):
                     key = f"{name} on a node{', adaptive' if adaptive else ''}"
-                    job = Job(setting, rho, "strict", eta, eta, rounds, **share, adaptive=adaptive)
+                    job = RoundsJob(setting, rho, "strict", eta, eta, rounds, **share, adaptive=adaptive)
                     plan[key, setting.name, rho] = job
     for rho in CORRELATIONS:
         for eta in ETAS[1:]:
-            plan["prompts", eta, rho] = Job(middle, rho, "strict", eta, 1.0, rounds)
-            plan["responses", eta, rho] = Job(middle, rho, "strict", 1.0, eta, rounds)
-            plan["both", eta, rho] = Job(middle, rho, "strict", eta, eta, rounds)
+            plan["prompts", eta, rho] = RoundsJob(middle, rho, "strict", eta, 1.0, rounds)
+            plan["responses", eta, rho] = RoundsJob(middle, rho, "strict", 1.0, eta, rounds)
+            plan["both", eta, rho] = RoundsJob(middle, rho, "strict", eta, eta, rounds)
         bounded = dict(num_prompts=64, nodes=4, max_deferrals=BOUND)
         for lengths, shape in list_length_shapes(middle).items():
             for way, (eta_p, eta_r, unbiased) in WAYS.items():
-                job = Job(middle, rho, "strict", eta_p, eta_r, rounds, unbiased=unbiased, shape=shape, **bounded)
+                job = RoundsJob(middle, rho, "strict", eta_p, eta_r, rounds, unbiased=unbiased, shape=shape, **bounded)
                 plan[way, lengths, rho] = job
         for mode, eta_p, eta_r in (("base", 1.0, 1.0), ("strict", 1.25, 1.25), ("reorder", 1.25, 1.0)):
-            job = Job(middle, rho, "strict" if mode == "base" else mode, eta_p, eta_r, rounds, **bounded)
+            job = RoundsJob(middle, rho, "strict" if mode == "base" else mode, eta_p, eta_r, rounds, **bounded)
             plan[f"{mode}, bounded", middle.name, rho] = job
     return plan
 
 
-def replay(rounds: int, settings: tuple[Setting, ...], jobs: int) -> dict:
+def replay(rounds: int, settings: tuple[PaperSetting, ...], jobs: int) -> dict:
     """What comes of all that is planned."""
     middle = settings[min(1, len(settings) - 1)]
     plan = plan_simulations(rounds, settings, middle)
     with ProcessPoolExecutor(jobs) as pool:
-        found = dict(zip(plan, track(pool.map(simulate, plan.values()), "replay", len(plan)), strict=True))
-    return {"settings": settings, "middle": middle, "found": found}
+        figures = dict(zip(plan, track(pool.map(simulate, plan.values()), "replay", len(plan)), strict=True))
+    return {"settings": settings, "middle": middle, "found": figures}
 
 
 def show_replay(console: Console, result: dict) -> None:
-    found, middle = result["found"], result["middle"]
+    figures, middle = result["found"], result["middle"]
     table = Table(title="RollPacker's settings, P0 = 128, R0 = 8, eta = 1.25 (simulated)", title_justify="left")
     for column in (
         "setting", "rho", "base, s", "tail batching, s", "rollout", "a step", "reported", "short : long",
@@ -212,14 +212,14 @@ def show_replay(console: Console, result: dict) -> None:
         table.add_column(column, justify="right")
     for setting in result["settings"]:
         for rho in CORRELATIONS:
-            base, tail = found["base", setting.name, rho], found["strict", setting.name, rho]
+            base, tail = figures["base", setting.name, rho], figures["strict", setting.name, rho]
             gain = base["seconds"] / tail["seconds"]
             table.add_row(
                 setting.name, f"{rho}", f"{base['seconds']:.0f}", f"{tail['seconds']:.0f}", f"{gain:.2f}",
                 f"{step_speedup(gain):.2f}", f"{setting.reported:.2f}",
                 f"{tail['short'] / max(tail['long'], 1):.1f}", f"{tail['short_seconds']:.0f}",
                 f"{tail['long_seconds']:.0f}", f"{tail['thrown']:.0%}",
-                *(f"{base['seconds'] / found[name, setting.name, rho]['seconds']:.2f}"
+                *(f"{base['seconds'] / figures[name, setting.name, rho]['seconds']:.2f}"
                   for name in ("reorder", "reorder, unforced")),
             )  # fmt: skip
     console.print(table)
@@ -228,7 +228,7 @@ def show_replay(console: Console, result: dict) -> None:
         table.add_column(column, justify="right")
     for lengths in list_length_shapes(middle):
         for rho in CORRELATIONS:
-            base, *others = (found[way, lengths, rho] for way in WAYS)
+            base, *others = (figures[way, lengths, rho] for way in WAYS)
             gains = [(base["seconds"] / one["seconds"], one["returned"] / base["returned"]) for one in others]
             table.add_row(lengths, f"{rho}", f"{base['seconds']:.0f}", *(f"{a:.2f}; {b:.2f}" for a, b in gains))
     console.print(table)
@@ -236,8 +236,8 @@ def show_replay(console: Console, result: dict) -> None:
     for column in ("of", *(f"eta {eta}, rho {rho}" for eta in ETAS[1:] for rho in CORRELATIONS)):
         table.add_column(column, justify="right")
     for of in ("prompts", "responses", "both"):
-        base = {rho: found["base", middle.name, rho]["seconds"] for rho in CORRELATIONS}
-        cells = [f"{base[rho] / found[of, eta, rho]['seconds']:.2f}" for eta in ETAS[1:] for rho in CORRELATIONS]
+        base = {rho: figures["base", middle.name, rho]["seconds"] for rho in CORRELATIONS}
+        cells = [f"{base[rho] / figures[of, eta, rho]['seconds']:.2f}" for eta in ETAS[1:] for rho in CORRELATIONS]
         table.add_row(of, *cells)
     console.print(table)
     table = Table(title=f"at most {BOUND} deferrals, {middle.name}, P0 = 64, R0 = 8 (simulated)", title_justify="left")
@@ -245,7 +245,7 @@ def show_replay(console: Console, result: dict) -> None:
         table.add_column(column, justify="right")
     for mode in ("strict", "reorder"):
         for rho in CORRELATIONS:
-            base, one = found["base, bounded", middle.name, rho], found[f"{mode}, bounded", middle.name, rho]
+            base, one = figures["base, bounded", middle.name, rho], figures[f"{mode}, bounded", middle.name, rho]
             table.add_row(
                 mode, f"{rho}", f"{base['seconds']:.1f}", f"{one['seconds']:.1f}",
                 f"{base['seconds'] / one['seconds']:.2f}", f"{one['short']}, {one['long']}", f"{one['thrown']:.0%}",
@@ -257,7 +257,7 @@ def show_replay(console: Console, result: dict) -> None:
     for setting in result["settings"]:
         for rho in CORRELATIONS:
             names = [f"{name} on a node{more}" for name in ("base", "strict") for more in ("", ", adaptive")]
-            cells = [found[name, setting.name, rho] for name in names]
+            cells = [figures[name, setting.name, rho] for name in names]
             table.add_row(
                 setting.name, f"{rho}", *(f"{cell['seconds']:.0f}" for cell in cells),
                 f"{cells[0]['seconds'] / cells[3]['seconds']:.2f}", f"{cells[3]['switches']:.1f}",

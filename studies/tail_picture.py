@@ -13,7 +13,7 @@ BASE, ADAPTIVE, TAIL, BOTH = "without", "adaptive TP", "tail batching", "both"
 WAYS = {BASE: pictures.LIGHT, ADAPTIVE: pictures.OURS, TAIL: pictures.PURPLE, BOTH: pictures.LINE}
 NAMES = {"base on a node": BASE, "base on a node, adaptive": ADAPTIVE, "strict on a node": TAIL,
          "strict on a node, adaptive": BOTH}  # fmt: skip
-"""Of the simulations."""
+"""Ways by the names that the simulations give them."""
 MIDDLE = 0.5
 """Correlation of the lengths of one prompt's responses for the bars; lines show the other correlations."""
 
@@ -59,9 +59,9 @@ def draw(found: Found, source: str, path: Path) -> Path:
     axes.legend(handles=handles, fontsize=8.5, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.08))
     correlations = pictures.format_span((rho for _, rho in found), "g")
     pictures.set_figure_title(figure, format_title(found))
-    about = (
+    footer = (
         f"Modelled profiles, RollPacker's settings, a node's share of the batch. Bars: lengths of one prompt's "
         f"responses correlated by {MIDDLE}; lines: by {correlations}. {source}"
     )
-    pictures.set_footer(figure, about)
+    pictures.set_footer(figure, footer)
     return pictures.save(figure, path)

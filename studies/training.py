@@ -24,11 +24,11 @@ from sglang_pat.predict.profile import Fingerprint
 from studies.simulate import Batch, Drain, solve
 
 ASK_SECONDS = 0.5
-"""Between two questions to the policy while ranks are lent."""
+"""Seconds between two questions to the policy while ranks are lent."""
 
 
 @dataclass
-class Step:
+class SimulatedStep:
     """What happened, in seconds.
 
     Attributes:
@@ -48,7 +48,7 @@ class Step:
     switches: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
 
 
-class Trainer:
+class SimulatedTrainer:
     """Whole groups, trained one after another while ranks are lent.  Seconds of training are those on all ranks.
 
     Attributes:
@@ -64,20 +64,20 @@ class Trainer:
         self._has_begun = False
 
     def lend(self, now: float, setup: float) -> None:
-        """Ranks are lent from now on; the first token is trained ``setup`` seconds later at the earliest."""
+        """Lend ranks from now on; the first token is trained ``setup`` seconds later at the earliest."""
         self.since, self.free, self._has_begun = now, now + setup, False
 
     def take_back(self) -> None:
-        """None are."""
+        """Let no ranks be lent."""
         self.since = self.free = np.inf
 
     def add(self, seconds: float, now: float) -> None:
-        """A group is complete, and has its rewards, at ``now``."""
+        """Add a group that is complete, and has its rewards, at ``now``."""
         heapq.heappush(self._ready, (now, seconds))
         self.taken += seconds
 
     def get_ready_seconds(self, now: float) -> float:
-        """Of the groups that have come and were not begun."""
+        """Seconds of training of the groups that have come and were not begun."""
         return sum(seconds for came, seconds in self._ready if came <= now)
 
     def advance(self, now: float) -> None:
@@ -93,7 +93,7 @@ class Trainer:
         return self._has_begun and now < self.free < np.inf
 
     def count_done_seconds(self, now: float) -> float:
-        """Of what was begun, without what is still under way."""
+        """Seconds of the training that was begun, without what is still under way."""
         return self.begun - self._count_under_way(now)
 
     def _count_under_way(self, now: float) -> float:
@@ -107,8 +107,8 @@ class Trainer:
         return {"lent": now - self.since, "busy": STRIDE * done, "trained": int(done / max(seconds_per_token, 1e-12))}
 
     def finish(self, now: float) -> tuple[float, float]:
-        """The round is over, and all ranks train what is left, in the order in which rewards come: seconds in which
-        they wait for a reward, and seconds in which they train."""
+        """Seconds, after the round, in which all ranks wait for a reward, and in which they train what is left, in the
+        order in which rewards come."""
         training, waiting = self._count_under_way(now), 0.0
         for came, seconds in sorted(self._ready):
             waiting = max(waiting, came - now - training)
@@ -125,14 +125,14 @@ class Moment:
     tp: int
     last_switch: float
     lent: bool
-    trainer: Trainer
+    trainer: SimulatedTrainer
 
 
 LayoutChoice = Callable[[Moment], int]
-"""The degree to be in; asked at every point."""
+"""A choice of the degree to be in; asked at every point."""
 
 LendingChoice = Callable[[Moment], Move]
-"""What to do with the ranks; asked at every point."""
+"""A choice of what to do with the ranks; asked at every point."""
 
 
 def never_lend(moment: Moment) -> Move:
@@ -178,7 +178,7 @@ class StepReplay:
         self.ended_at = np.searchsorted(self.points, batch.length)
         self._moves: dict[tuple[int, int], float] = {}
         self._chosen: dict[tuple[int, int, float, float, bool], int] = {}
-        """Degrees by what a policy saw."""
+        """Degrees chosen, by what a policy saw."""
 
     @property
     def training_seconds(self) -> float:
@@ -191,7 +191,7 @@ class StepReplay:
         return self._moves[point, tp]
 
     def recompute_seconds(self, point: int, tp: int) -> float:
-        """Of a lending at a point where the KV of half of the requests is computed anew."""
+        """Seconds of a lending at a point where the KV of half of the requests is computed anew."""
         lengths = np.sort(self._list_lengths(point))[1::2]
         replicas = min(self.half.fingerprint.num_ranks // tp, len(lengths))
         if not replicas or not self.costs.predictor.has_prefill(tp):
@@ -205,9 +205,9 @@ class StepReplay:
     def get_half_degree(self, tp: int) -> int:
         return max(degree for degree in self.half.degrees if degree <= max(tp, self.half.degrees[0]))
 
-    def run(self, choose_tp: LayoutChoice, choose_lending: LendingChoice, recompute: bool = False) -> Step:
+    def run(self, choose_tp: LayoutChoice, choose_lending: LendingChoice, recompute: bool = False) -> SimulatedStep:
         """A step; ``recompute``: a lending computes the KV that it would move."""
-        step, trainer = Step(), Trainer()
+        step, trainer = SimulatedStep(), SimulatedTrainer()
         drain, tp, begun, since, last = self.whole, self.whole.degrees[0], 0.0, 0, float("-inf")
         elapsed = drain.seconds(tp, 0)
         order = np.argsort(self.complete_at, kind="stable")
@@ -257,14 +257,14 @@ class StepReplay:
 
     # -- what decides ----------------------------------------------------------------------------------
 
-    def run_static(self, tp: int, share: float | None = None) -> Step:
+    def run_static(self, tp: int, share: float | None = None) -> SimulatedStep:
         """One degree to the end; half of the ranks lent when this share of the requests has ended, as in RollPacker's
         artifact: KV is computed anew, and ranks come back at the end.  None: never."""
         lending = never_lend if share is None else self._lend_at(share)
         return self.run(lambda moment: tp, lending, recompute=True)
 
     def _lend_at(self, share: float) -> LendingChoice:
-        """When this share of the requests has ended, whatever it costs; until the round is over."""
+        """A choice that lends when this share of the requests has ended, whatever it costs, until the round is over."""
 
         def choose_lending(moment: Moment) -> Move:
             ended = np.count_nonzero(self.ended_at <= moment.point)
@@ -279,8 +279,8 @@ class StepReplay:
         history: LengthHistory,
         share: float | None = None,
         believe: Callable[[Training], Training] | None = None,
-    ) -> Step:
-        """With a policy for the degree, and one for lending (None: never; with ``share``: at this share of the
+    ) -> SimulatedStep:
+        """A step with a policy for the degree, and one for lending (None: never; with ``share``: at this share of the
         requests).  They see, and ``history`` learns, what an engine and its client would; ``believe``: what a client
         says of the training that is known right.
 
@@ -288,7 +288,7 @@ class StepReplay:
         batch holds for the next one, as far as both see the same.
         """
         order = np.argsort(self.batch.length, kind="stable")
-        reported, asked, known, returned = 0, float("-inf"), 0, False
+        reported, asked, complete, returned = 0, float("-inf"), 0, False
 
         def choose_tp(moment: Moment) -> int:
             nonlocal reported
@@ -301,13 +301,13 @@ class StepReplay:
             return self._chosen[seen]
 
         def choose_lending(moment: Moment) -> Move:
-            nonlocal asked, known, returned
+            nonlocal asked, complete, returned
             if lending is None:
                 return Move.NEVER
             if moment.trainer.is_training(moment.now):
                 return Move.WAIT
-            before, known = known, self.count_complete(moment.point)
-            if moment.now - asked < ASK_SECONDS if moment.lent else known == before:
+            before, complete = complete, self.count_complete(moment.point)
+            if moment.now - asked < ASK_SECONDS if moment.lent else complete == before:
                 return Move.WAIT
             asked = moment.now
             told = self.describe_training(moment, returned)
@@ -353,8 +353,9 @@ class StepReplay:
 
     # -- the oracle ------------------------------------------------------------------------------------
 
-    def run_best(self, moments: int = 60) -> Step:
-        """For one who knows all lengths: the best moments to lend and to take back, and the best layouts around them.
+    def run_best(self, moments: int = 60) -> SimulatedStep:
+        """The best step for one who knows all lengths: the best moments to lend and to take back, and the best layouts
+        around them.
 
         Args:
             moments: so many are tried for the one, and for each of them for the other.
@@ -364,7 +365,7 @@ class StepReplay:
         arrived = np.zeros(last + 1)
         np.add.at(arrived, self.complete_at, self.seconds_per_token * self.tokens)
         arrived = np.cumsum(arrived)
-        found: dict[tuple[int, int], float] = {}
+        seconds_by_moments: dict[tuple[int, int], float] = {}
         onward: dict[int, _Path] = {}
         for start in _spread_moments(0, last - 1, moments):
             tp = int(before.degrees[start])
@@ -376,14 +377,14 @@ class StepReplay:
             for stop in _spread_moments(start, last, moments):
                 held = int(way.degrees[stop - start])
                 back = self.move_seconds(stop, held) if stop < last else 0.0
-                rest = back + plain.get_to_go(stop, held) - float(hidden[stop - start])
-                found[start, stop] = begun + float(way.seconds[stop - start]) + rest
-        start, stop = min(found, key=lambda moment: found[moment], default=(0, 0))
-        if not found or found[start, stop] >= before.seconds[-1]:
+                seconds_left = back + plain.get_to_go(stop, held) - float(hidden[stop - start])
+                seconds_by_moments[start, stop] = begun + float(way.seconds[stop - start]) + seconds_left
+        start, stop = min(seconds_by_moments, key=lambda moment: seconds_by_moments[moment], default=(0, 0))
+        if not seconds_by_moments or seconds_by_moments[start, stop] >= before.seconds[-1]:
             return self.run(lambda moment: int(before.held[moment.point]), never_lend)
         return self._run_schedule(before, onward[start], plain, start, stop)
 
-    def _run_schedule(self, before: _Path, onward: _Path, plain: _Best, start: int, stop: int) -> Step:
+    def _run_schedule(self, before: _Path, onward: _Path, plain: _Best, start: int, stop: int) -> SimulatedStep:
         """Ranks are lent at one point, and taken back at another one or as soon as the trainer lets them go."""
         back = stop
         after: _Path | None = None
@@ -407,13 +408,13 @@ class StepReplay:
 
 
 def _spread_moments(first: int, last: int, count: int) -> list[int]:
-    """So many points, evenly, with both ends."""
+    """Points spread evenly over ``first`` to ``last``, with both ends."""
     return np.unique(np.linspace(first, last, count).round().astype(int)).tolist() if last >= first else []
 
 
 @dataclass(frozen=True)
 class _Path:
-    """From a point on: seconds up to each later point, the degree in force before and after a switch there."""
+    """Seconds from a point on up to each later point, and the degrees in force before and after a switch there."""
 
     seconds: np.ndarray
     degrees: np.ndarray

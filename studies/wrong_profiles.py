@@ -21,7 +21,7 @@ import numpy as np
 from rich.table import Table
 
 from sglang_pat.predict.profile import DecodePoint, load
-from studies.compare import AS_IS, Machine, Workload, compare, compute_regrets
+from studies.compare import AS_IS, ProfiledMachine, Workload, compare, compute_regrets
 from studies.shapes import parse_shape
 from studies.simulate import describe_queueing
 
@@ -35,18 +35,18 @@ KINDS: dict[str, Callable[[float, float], float]] = {
     "middle": lambda batch, context: 1 - 2 * abs(2 * batch - 1),  # which no power of the batch has
     "points": lambda batch, context: 1.0,  # times a normal number, drawn for each point by itself
 }
-"""By what part of its layout's error a step is off.  ``batch``, ``context``: the place of their logarithm between the
-least (0) and the greatest (1) of the profile."""
+"""Shares of its layout's error by which a step is off.  ``batch``, ``context``: the place of their logarithm between
+the least (0) and the greatest (1) of the profile."""
 
 NOISE = 0.1
-"""Of the logarithm of each report's time: its standard deviation."""
+"""Standard deviation of the logarithm of each report's time."""
 
 CALIBRATION_NOISE = 0.03
-"""The same of a layout in one turn of the calibration, unless asked otherwise."""
+"""Standard deviation of the logarithm of a layout's time in one turn of the calibration, unless asked otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class WrongProfileTask:
     """A cell: ``wrong`` is the share by which step times are off, 0 for the right profile; ``error``: of ``KINDS``, or
     the profile of another machine; ``calibration``: its noise, None: there is none."""
 
@@ -63,7 +63,7 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class WrongProfileCell:
     """Regret of each round, ``[rounds]``; ``kept``: when the profile is believed to the end; most switches in one."""
 
     profile: str
@@ -79,8 +79,8 @@ class Cell:
 
 
 @cache
-def _machine(path: str, error: str = "layout", off: tuple[float, ...] = (), seed: int = 0) -> Machine:
-    """``off``: error of the step times of each degree; ``seed``: of the noise at each point."""
+def _machine(path: str, error: str = "layout", off: tuple[float, ...] = (), seed: int = 0) -> ProfiledMachine:
+    """A machine; ``off``: error of the step times of each degree; ``seed``: of the noise at each point."""
     profile = load(path if error in KINDS else error)
     by_degree = dict(zip(profile.fingerprint.degrees, off, strict=False)) if error in KINDS else {}
     batches, contexts = ([getattr(p, name) for p in profile.decode] for name in ("batch", "context"))
@@ -95,7 +95,7 @@ def _machine(path: str, error: str = "layout", off: tuple[float, ...] = (), seed
         return point.seconds * max(1 + by_degree.get(point.tp, 0.0) * part, 0.3)
 
     decode = (msgspec.structs.replace(point, seconds=seconds(point)) for point in profile.decode)
-    return Machine(msgspec.structs.replace(profile, decode=tuple(decode)))
+    return ProfiledMachine(msgspec.structs.replace(profile, decode=tuple(decode)))
 
 
 def _compute_place(value: float, values: Sequence[float]) -> float:
@@ -103,8 +103,8 @@ def _compute_place(value: float, values: Sequence[float]) -> float:
     return float(np.log(value / least) / np.log(greatest / least)) if greatest > least else 0.0
 
 
-def study(task: Task) -> Cell | None:
-    """None if the batch does not fit, or another machine's profile lacks a layout."""
+def study(task: WrongProfileTask) -> WrongProfileCell | None:
+    """Study one cell.  None if the batch does not fit, or another machine's profile lacks a layout."""
     right = _machine(task.path)
     workload = Workload(
         shape=parse_shape(task.shape), batch=task.batch, rounds=task.rounds, correlation=task.rho, seed=task.seed
@@ -118,7 +118,7 @@ def study(task: Task) -> Cell | None:
         return None
     names = ["survival", "survival" + AS_IS]
     runs = compare(right, workload, names, task.spacing, believed=wrong, noise=NOISE, calibration=task.calibration)
-    return Cell(
+    return WrongProfileCell(
         profile=Path(task.path).stem,
         shape=task.shape,
         rho=task.rho,
@@ -132,18 +132,18 @@ def study(task: Task) -> Cell | None:
     )
 
 
-def _make_factors(task: Task, degrees: int) -> tuple[float, ...]:
+def _make_factors(task: WrongProfileTask, degrees: int) -> tuple[float, ...]:
     mixed = [signs for signs in itertools.product((-1, 1), repeat=degrees) if len(set(signs)) > 1]
     return tuple(1 + sign * task.wrong for sign in mixed[zlib.crc32(_name(task)) % len(mixed)])
 
 
-def _name(task: Task) -> bytes:
-    """Of a cell, for what is drawn for it."""
+def _name(task: WrongProfileTask) -> bytes:
+    """Name of a cell, that seeds what is drawn for it."""
     return f"{Path(task.path).stem} {task.shape} {task.rho} {task.batch} {task.seed}".encode()
 
 
-def format_table(cells: Sequence[Cell], wrong: float) -> Table:
-    """By kind of error and profile, and over all."""
+def format_table(cells: Sequence[WrongProfileCell], wrong: float) -> Table:
+    """Table by kind of error and profile, and over all."""
     result = Table(title=f"survival on profiles whose layouts are off by ±{wrong:.0%}: regret against the oracle")
     heads = (
         "cells",
@@ -162,14 +162,14 @@ def format_table(cells: Sequence[Cell], wrong: float) -> Table:
     groups = {"all": list(cells)}
     for cell in cells:
         groups.setdefault(f"{cell.error}, {cell.profile}", []).append(cell)
-    for name, found in groups.items():
-        regret = np.array([cell.regret for cell in found])  # [cells, rounds]
+    for name, of_group in groups.items():
+        regret = np.array([cell.regret for cell in of_group])  # [cells, rounds]
         means = regret.mean(axis=1)
-        kept = np.array([cell.kept for cell in found]).mean(axis=1)
+        kept = np.array([cell.kept for cell in of_group]).mean(axis=1)
         shares = (kept.mean(), kept.max(), means.mean(), regret[:, 0].mean(), regret[:, 1:].mean(), means.max(),
                   (means - kept).max())  # fmt: skip
-        most = max(cell.most_switches for cell in found)
+        most = max(cell.most_switches for cell in of_group)
         result.add_row(
-            name, str(len(found)), *(f"{share:.2%}" for share in shares), str(int((means > 0.05).sum())), str(most)
+            name, str(len(of_group)), *(f"{share:.2%}" for share in shares), str(int((means > 0.05).sum())), str(most)
         )
     return result

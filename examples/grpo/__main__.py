@@ -32,7 +32,7 @@ from sglang_pat.tools.console import Speaker
 
 MODELS = Path(".cache/models")
 MODEL_RATE = 1e-5
-"""Of learning, for a checkpoint that was trained before, if none is given."""
+"""Rate of learning for a checkpoint that was trained before, if none is given."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,11 +61,11 @@ def main(argv: list[str] | None = None) -> int:
         help="gives 0 to 1 for a problem and an answer (default: the task's, as examples.grpo.countdown:verify)",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, help="for the checkpoint and the results (default: out/grpo/WAY-SEED)")
-    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    arguments = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     try:
-        run = read_run(given)
+        run = read_run(arguments)
         name = "-".join(filter(None, (run.task, run.way, run.lend and "lend", str(run.seed))))
-        train(run, given.get("problems"), given.get("verifier"), given.get("out", Path("out/grpo", name)))
+        train(run, arguments.get("problems"), arguments.get("verifier"), arguments.get("out", Path("out/grpo", name)))
     except KeyboardInterrupt:
         print("stopped; the same command goes on after the last step", file=sys.stderr)
         return 130
@@ -130,12 +130,12 @@ def find_verifier(name: str) -> Verifier:
     """Raises ValueError: there is none of this name."""
     module, _, function = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), function)
+        verifier = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError):
-        found = None
-    if not callable(found):
+        verifier = None
+    if not callable(verifier):
         raise ValueError(f"--verifier {name}: no such function; give MODULE:FUNCTION, as {countdown.__name__}:verify")
-    return found
+    return verifier
 
 
 def read_problems(file: Path) -> list[str]:

@@ -41,14 +41,14 @@ def draw_task(name: str, model: Path, limit: int, count: int, tested: int, seed:
         raise ValueError(f"--task {name}: {what}; give another task")
 
     def draw(wanted: int, what: str, known: Collection[str] = ()) -> dict[str, Any]:
-        """By question.  Seeds far apart: the library draws number ``i`` of seed ``s`` from ``s + i``."""
-        found: dict[str, Any] = {}
+        """Problems by question.  Seeds far apart: the library draws number ``i`` of seed ``s`` from ``s + i``."""
+        entries: dict[str, Any] = {}
         for entry in create_dataset(name, seed=random.Random(what).randrange(1 << 31), size=TRIES * wanted):
             if entry["question"] not in known:
-                found[entry["question"]] = entry
-            if len(found) == wanted:
-                return found
-        raise ValueError(f"of {TRIES * wanted} problems {len(found)} are different, must be {wanted}; ask for fewer")
+                entries[entry["question"]] = entry
+            if len(entries) == wanted:
+                return entries
+        raise ValueError(f"of {TRIES * wanted} problems {len(entries)} are different, must be {wanted}; ask for fewer")
 
     try:
         held_out = draw(tested, "held out")
@@ -85,7 +85,8 @@ def draw_task(name: str, model: Path, limit: int, count: int, tested: int, seed:
 
 
 def load_tokenizer(model: Path) -> tuple[Any, int]:
-    """And the tokens that a sequence may have.  Raises ValueError: one line, there is no checkpoint or no tokenizer."""
+    """Tokenizer of a checkpoint, and the tokens that a sequence may have.  Raises ValueError: one line, there is no
+    checkpoint or no tokenizer."""
     for file in ("config.json", "tokenizer_config.json"):
         if not (model / file).is_file():
             raise ValueError(f"--model {model}: no {file} there; give the folder of a checkpoint with its tokenizer")

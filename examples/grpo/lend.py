@@ -99,19 +99,19 @@ class Lending:
         if not self.pace.is_known or not self.asks:
             return  # the first step is measured
         complete = sum(len(group.list_kept()) for group in self.groups)
-        said = self.decide(
+        answer = self.decide(
             samples=max(self.samples, complete), complete=complete, ready=count_tokens(self.groups[self.trained :]),
             pending=max(0, self.ended - count_tokens(self.groups)), returned=len(self.moves) == 2,
             **self.pace.describe(self.now()),
         )  # fmt: skip
-        if said["move"] == Move.LEND:
+        if answer["move"] == Move.LEND:
             self.engine.lend_ranks(STRIDE)
             torch.set_num_threads(max(1, self.threads // STRIDE))
             self.moves.append(self.now())
             self.pace.lend(self.moves[0])
-        elif said["move"] == Move.TAKE_BACK:
+        elif answer["move"] == Move.TAKE_BACK:
             self.take_back()
-        self.asks = said["move"] != Move.NEVER
+        self.asks = answer["move"] != Move.NEVER
 
     def take_back(self) -> None:
         self.engine.take_back_ranks()
@@ -130,7 +130,8 @@ class Lending:
             self.pace.add(end - start, tokens, self.lent)
 
     def make_timeline(self, ends: Sequence[float]) -> Timeline:
-        """Of the step that has just ended; ``ends``: its start, the end of its round, …, its end (monotonic clock)."""
+        """Timeline of the step that has just ended; ``ends``: its start, the end of its round, …, its end (monotonic
+        clock)."""
         start = ends[0]
         generating: list[list[Span]] = [[] for _ in range(RANKS)]
         for step in self.engine.trace():
@@ -151,7 +152,7 @@ class Lending:
 
 
 def count_tokens(groups: Sequence[Group]) -> int:
-    """Of prompts and responses."""
+    """Tokens of prompts and responses."""
     return sum(
         len(group.prompt["input_ids"]) + len(sample.output.token_ids)
         for group in groups

@@ -15,7 +15,7 @@ from examples.grpo.train import Row, Run
 from sglang_pat.tools import pictures
 
 PARTS = {"generation": pictures.STEEL, "training": pictures.PALE_PURPLE, "weight sync": pictures.RED}
-"""Of a step, and their colours."""
+"""Parts of a step, and their colours."""
 
 
 class Results(msgspec.Struct, kw_only=True):
@@ -31,7 +31,7 @@ class Results(msgspec.Struct, kw_only=True):
 
     @property
     def after(self) -> float:
-        """After the last test."""
+        """Mean reward after the last test."""
         return next((row.held_out for row in reversed(self.rows) if row.held_out is not None), self.before)
 
     def list_tests(self) -> list[tuple[int, float, float]]:
@@ -88,8 +88,8 @@ def draw(path: Path, results: Results) -> Path:
     layouts.legend(fontsize=8, loc="upper right", edgecolor=pictures.GRID)
     pictures.set_labels(layouts, "step", "seconds with requests")
     merged = sum(row.degrees.get(2, 0.0) for row in rows) / max(sum(bottom), 1e-9)
-    said = f"{merged:.0%} of the generation on merged replicas" if merged else "The layout never changed"
-    pictures.set_panel_title(layouts, said, 54)
+    title = f"{merged:.0%} of the generation on merged replicas" if merged else "The layout never changed"
+    pictures.set_panel_title(layouts, title, 54)
     pictures.set_figure_title(figure, make_title(results))
     return pictures.save(figure, path)
 
@@ -108,7 +108,7 @@ def make_title(results: Results) -> str:
 def draw_step(path: Path, results: Results) -> Path:
     """A step by rank over time: the last one in which a rank was lent, or else the last one."""
     numbered = [(number, row.timeline) for number, row in enumerate(results.rows, 1) if row.timeline]
-    number, step = next((found for found in reversed(numbered) if found[1].lent), numbered[-1])
+    number, step = next((candidate for candidate in reversed(numbered) if candidate[1].lent), numbered[-1])
     figure, (axes,) = pictures.make_panels(1, width=9, height=2.8)
     names = [*(f"rank {rank}" for rank in range(len(step.generating))), "trainer"]
     for place, spans in enumerate(step.generating):

@@ -17,16 +17,16 @@ from sglang_pat.rollout.records import Group, Sample
 from sglang_pat.testing.smollm2 import load_transformers
 
 TOKENS = 4096
-"""Padded ones, that go through the policy at once."""
+"""Tokens, padding included, that go through the policy at once."""
 LOGITS = 1 << 26
-"""Most that there are at once: 256 MiB, a few times."""
+"""Most logits that there are at once: 256 MiB, a few times."""
 Row = TypeVar("Row")
 CAP = 2.0
 """Most that a token of older weights may weigh (``partial``)."""
 
 
 def make_policy() -> Any:
-    """222,000 parameters."""
+    """A policy of 222,000 parameters."""
     llama = load_transformers()
     config = llama.LlamaConfig(
         vocab_size=countdown.VOCABULARY, hidden_size=96, intermediate_size=192, num_hidden_layers=2,
@@ -103,7 +103,7 @@ def compute_logprobs(
 
 
 def compute_advantages(rewards: Sequence[float]) -> list[float]:
-    """Of the responses of a group: how much better than its mean, in standard deviations."""
+    """Advantages of a group's responses: how much better than its mean, in standard deviations."""
     values = torch.tensor(rewards)
     return ((values - values.mean()) / (values.std() + 1e-6)).tolist() if len(rewards) > 1 else [0.0 for _ in rewards]
 
@@ -142,5 +142,5 @@ def add_gradient(policy: Any, groups: Sequence[Group], decoupled: bool) -> float
 
 
 def copy_weights(policy: Any) -> list[tuple[str, Any]]:
-    """For the engine; a matrix that is used twice, once."""
+    """Weights for the engine; a matrix that is used twice, once."""
     return [(name, tensor.detach()) for name, tensor in policy.named_parameters()]

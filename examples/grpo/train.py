@@ -38,7 +38,7 @@ RULES: dict[str, dict[str, Any]] = {
 RAMP = 10
 """Steps in which the rate of learning rises: AdamW's first steps are large, whatever the gradient."""
 SWITCHING = ("adaptive", "all")
-"""Of these, the engine merges its replicas when few responses are left."""
+"""Ways in which the engine merges its replicas when few responses are left."""
 KV_TOKENS = 32768
 PROFILES = Path(".cache/profiles")
 
@@ -126,7 +126,7 @@ class Row(msgspec.Struct, kw_only=True):
 
 
 def start_engine(run: Run, model: Path) -> sglang_pat.Engine:
-    """On two ranks."""
+    """Start the engine on two ranks."""
     policy: dict[str, Any] = {"pat_policy": "off"}
     if run.way in SWITCHING:
         policy = {"pat_policy": "threshold", "pat_switch_at": run.switch_at}
@@ -230,7 +230,7 @@ class Trainer:
         return self.judge(problem, tokens)
 
     def judge(self, problem: str, token_ids: list[int]) -> float:
-        """As :meth:`reward`."""
+        """What tokens are worth; see :meth:`reward`."""
         value = self.task.verify(problem, self.task.decode(token_ids))
         if not isinstance(value, float | int) or not 0 <= value <= 1:
             raise ValueError(f"the verifier gave {value!r} for {problem!r}, must give a number from 0 to 1")
@@ -256,9 +256,9 @@ class Trainer:
         self.optimizer.step()
 
     def push_weights(self) -> None:
-        done, said = self.engine.update_weights_from_tensor(copy_weights(self.policy))
+        done, message = self.engine.update_weights_from_tensor(copy_weights(self.policy))
         if not done:
-            raise RuntimeError(said)
+            raise RuntimeError(message)
 
     def test(self) -> float:
         """Mean reward on the held-out problems, one answer each."""
@@ -299,12 +299,12 @@ def load_checkpoint(path: Path, run: Run, problems: Sequence[str]) -> dict[str, 
         return None
     try:
         saved = torch.load(path, weights_only=True)
-        found, mine = saved["run"], identify(run, problems)
+        saved_run, this_run = saved["run"], identify(run, problems)
     except Exception:  # whatever pickle finds
         raise ValueError(f"{path} is no checkpoint of this program; give another --out, or remove it") from None
-    for name, value in mine.items():
-        if found.get(name) != value:
-            what = f"{name} is {found.get(name)!r} there, {value!r} here"
+    for name, value in this_run.items():
+        if saved_run.get(name) != value:
+            what = f"{name} is {saved_run.get(name)!r} there, {value!r} here"
             raise ValueError(f"{path} is a checkpoint of another run: {what}; give another --out, or remove it")
     return saved
 

@@ -26,7 +26,7 @@ WORDS = "license software free copy modify program source terms conditions work 
 
 
 def environment(**own: str) -> dict[str, str]:
-    """Of a job: this process's, and ``own`` of the framework."""
+    """Environment of a job: this process's, and ``own`` of the framework."""
     return (
         os.environ
         | ENVIRONMENT
@@ -75,7 +75,7 @@ def run(command: list[str], environment: Mapping[str, str]) -> tuple[int, list[s
 
 @contextmanager
 def ray_folder() -> Iterator[Path]:
-    """For ``ray.init(_temp_dir=…)``, with a short name: Ray's sockets lie in it."""
+    """Folder for ``ray.init(_temp_dir=…)``, with a short name: Ray's sockets lie in it."""
     folder = Path(tempfile.mkdtemp(prefix="pat_ray_"))
     try:
         yield folder

@@ -25,7 +25,7 @@ _CHANGED = {
 
 
 NAME = "on_cpu.openrlhf_cpu"
-"""This module, also where it runs as ``__main__``."""
+"""Name of this module, also where it runs as ``__main__``."""
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -47,7 +47,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """In this process, before OpenRLHF is imported."""
+    """Prepare this process before OpenRLHF is imported."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import torch
 
@@ -62,7 +62,7 @@ def install() -> None:
 
 
 def setup() -> None:
-    """This, then the product's own, in this process."""
+    """Install this, then the product's own, in this process."""
     install()
     from sglang_pat.integrations.openrlhf import facade
 
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> None:
     from sglang_pat.integrations.openrlhf.__main__ import main as command
 
     init = ray.init
-    gpus, folder, *rest = argv
+    gpus, folder, *others = argv
 
     def init_without_gpus(*, runtime_env: dict[str, Any]) -> Any:
         return init(
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> None:
         )  # fmt: skip
 
     ray.init = init_without_gpus
-    command(rest)
+    command(others)
 
 
 if __name__ == "__main__":

@@ -64,8 +64,8 @@ class GlooCheckpointEngine(CheckpointEngine):
             self._tell(None)
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        while (about := self._told()) is not None:
-            name, shape, dtype = about
+        while (header := self._told()) is not None:
+            name, shape, dtype = header
             yield name, self._broadcast(torch.empty(shape, dtype=dtype))
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:

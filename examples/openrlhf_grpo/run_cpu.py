@@ -28,7 +28,7 @@ MODES = {
 
 
 def arguments(args: argparse.Namespace, out: Path) -> list[str]:
-    """Of OpenRLHF's command, ours among them."""
+    """Arguments of OpenRLHF's command, ours among them."""
     named = {
         "actor.model_name_or_path": args.model,
         "actor.adam.lr": 1e-5,
@@ -102,13 +102,13 @@ def main(argv: list[str] | None = None) -> int:
     gpus = args.gpus if args.mode == "collocated" else 2 * args.gpus
     with cpu_jobs.ray_folder() as folder:
         command = [sys.executable, "-m", "on_cpu.openrlhf_cpu", str(gpus), str(folder)]
-        given = [*arguments(args, out), *(["--data.apply_chat_template"] if chat else []), *extra]
+        words = [*arguments(args, out), *(["--data.apply_chat_template"] if chat else []), *extra]
         environment = cpu_jobs.environment(DS_ACCELERATOR="cpu", TORCH_EXTENSIONS_DIR=str(deepspeed_ops.copied(folder)))
-        code, lines = cpu_jobs.run([*command, *given], environment)
-    found = metrics(lines)
-    (out / "metrics.jsonl").write_text("".join(json.dumps({"data": data}) + "\n" for data in found))
+        code, lines = cpu_jobs.run([*command, *words], environment)
+    figures = metrics(lines)
+    (out / "metrics.jsonl").write_text("".join(json.dumps({"data": data}) + "\n" for data in figures))
     if code == 0:
-        print(picture.draw(out / "run.png", steps(found), sorted(out.glob("decisions.*.jsonl"))))
+        print(picture.draw(out / "run.png", steps(figures), sorted(out.glob("decisions.*.jsonl"))))
     return code
 
 
@@ -121,7 +121,7 @@ def metrics(lines: list[str]) -> list[dict[str, float]]:
 
 
 def steps(found: list[dict[str, float]]) -> list[picture.Step]:
-    """For the picture."""
+    """Steps of the picture."""
     names = {"generation": "generation", "training": "ppo_train", "weight sync": "broadcast"}
     return [
         picture.Step.of(

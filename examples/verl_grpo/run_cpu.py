@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 
 
 def environment(metrics: Path, tp: int) -> dict[str, str]:
-    """Of a verl job without GPUs."""
+    """Environment of a verl job without GPUs."""
     cores = sorted(os.sched_getaffinity(0))
     return cpu_jobs.environment(
         # Stock SGLang asks which cores each rank of a replica may use.
@@ -67,7 +67,7 @@ def with_chat_template(model: Path, copy: Path) -> Path:
 
 
 def overrides(args: argparse.Namespace, data: Path, ray_folder: Path) -> list[str]:
-    """Of verl's configuration."""
+    """Overrides of verl's configuration."""
     tokens = args.batch * args.samples * (args.response + 128)
     engine = (
         "{device:cpu,attention_backend:torch_native,sampling_backend:pytorch,grammar_backend:none,"
@@ -144,15 +144,15 @@ def overrides(args: argparse.Namespace, data: Path, ray_folder: Path) -> list[st
 
 def steps(metrics: Path) -> list[picture.Step]:
     """verl's figures of each step, for the picture."""
-    found = []
+    drawn = []
     for line in metrics.read_text().splitlines():
         data = json.loads(line)["data"]
         if "timing_s/step" not in data:
             continue  # of a validation
         names = {"generation": "gen", "training": "update_actor", "weight sync": "update_weights"}
         parts = {part: data.get(f"timing_s/{name}", 0.0) for part, name in names.items()}
-        found.append(picture.Step.of(data["critic/score/mean"], data["timing_s/step"], parts))
-    return found
+        drawn.append(picture.Step.of(data["critic/score/mean"], data["timing_s/step"], parts))
+    return drawn
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Configuration of the adaptive engine, validated once and never changed."""
+"""Configuration of the adaptive engine (:class:`AdaptiveConfig`), validated once and never changed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ KV_EXCHANGES = ("direct", "alltoall", "allgather")
 KV_MODES = ("auto", "migrate", "recompute")
 GPU_ORDERS = ("rank", "neighbours")
 VARIABLE = "SGLANG_PAT"
-"""With it set, whatever launches SGLang in a process gets the adaptive engine: ``base_tp=1,policy=survival,…``."""
+"""Variable with which whatever launches SGLang in a process gets the adaptive engine:
+``base_tp=1,policy=survival,…``."""
 MOST_STEPS = 1000
-"""Of a turn of the calibration."""
+"""Most decode steps of a turn of the calibration."""
 
 
 def check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -42,10 +42,10 @@ class Figures:
     """Sums over some time.
 
     Attributes:
-        requests: that came; health probes and the calibration's are none.
-        switches: between layouts; ``aborted_switches`` are not among them.
-        pause_seconds: of all these.
-        seconds: with requests in the engine, and not paused by a client; by TP degree in force.
+        requests: number of requests that came; health probes and the calibration's are none.
+        switches: number of switches between layouts; ``aborted_switches`` are not among them.
+        pause_seconds: seconds of their pauses.
+        seconds: time with requests in the engine, not paused by a client, by TP degree in force.
     """
 
     requests: int = 0
@@ -56,11 +56,11 @@ class Figures:
 
     @classmethod
     def from_status(cls, status: Mapping[str, Any]) -> Figures:
-        """Since the engine's start, of ``/pat/status``."""
+        """Sums since the engine's start, from ``/pat/status``."""
         return msgspec.convert(status["totals"], cls, str_keys=True)
 
     def subtract(self, earlier: Figures) -> Figures:
-        """What came after ``earlier``, of the same engine."""
+        """Sums of what came after ``earlier``, of the same engine."""
         return self._add_scaled(earlier, -1)
 
     def __add__(self, other: Figures) -> Figures:
@@ -73,7 +73,7 @@ class Figures:
         return Figures(seconds=seconds, **{n: getattr(self, n) + sign * getattr(other, n) for n in counts})
 
     def format_line(self) -> str:
-        """For a log."""
+        """Line of a log."""
         whole = sum(self.seconds.values())
         shares = [f"{seconds / whole:.0%} in tp{tp}" for tp, seconds in sorted(self.seconds.items()) if seconds > 0]
         aborted = f", {self.aborted_switches} aborted" if self.aborted_switches else ""
@@ -84,15 +84,15 @@ class Figures:
 
 
 def compute_metrics(engines: Collection[Figures]) -> dict[str, float]:
-    """For a tracker, by name: counts of all engines together, seconds of a mean one."""
-    found = {
+    """Metrics by name, for a tracker: counts of all engines together, seconds of a mean one."""
+    metrics = {
         "rollout/switches": float(sum(one.switches for one in engines)),
         "rollout/aborted_switches": float(sum(one.aborted_switches for one in engines)),
         "rollout/pause_seconds": sum(one.pause_seconds for one in engines) / len(engines),
     }
     for tp in sorted({tp for one in engines for tp in one.seconds}):
-        found[f"rollout/seconds/tp{tp}"] = sum(one.seconds.get(tp, 0.0) for one in engines) / len(engines)
-    return found
+        metrics[f"rollout/seconds/tp{tp}"] = sum(one.seconds.get(tp, 0.0) for one in engines) / len(engines)
+    return metrics
 
 
 RECORDS = 256
@@ -103,7 +103,7 @@ class Account:
     """The coordinator's sums.
 
     Args:
-        degrees: of the layouts.
+        degrees: degrees of the layouts.
     """
 
     def __init__(self, degrees: Collection[int]) -> None:
@@ -112,12 +112,12 @@ class Account:
         self._pause_seconds = 0.0
         self._seconds = dict.fromkeys(degrees, 0.0)
         self._since: float | None = None
-        """Since when there has been work; None: there is none."""
+        """Time since which there has been work; None: there is none."""
         self._tp = 0
         self._last = Figures()
 
     def record_state(self, now: float, tp: int, works: bool) -> None:
-        """From ``now`` on the engine is in degree ``tp``, and has requests that it may decode or not."""
+        """Note that from ``now`` on the engine is in degree ``tp``, and has requests that it may decode or not."""
         if self._since is not None:
             self._seconds[self._tp] += now - self._since
         self._since, self._tp = (now if works else None), tp
@@ -132,14 +132,14 @@ class Account:
         return Figures(self.requests, self._switches, self._aborted, self._pause_seconds, dict(self._seconds))
 
     def get_status(self) -> dict[str, Any]:
-        """For ``/pat/status``."""
+        """Fields of ``/pat/status``."""
         switches = [msgspec.to_builtins(record) for record in self.records]
         return {"num_switches": self._switches, "totals": asdict(self.get_totals()), "switches": switches}
 
     def end_training_step(self) -> Figures | None:
-        """A step ends: what happened in it; None, and it goes on, if no request has come since the last one ended."""
+        """End a step: what happened in it; None, and it goes on, if no request has come since the last one ended."""
         now = self.get_totals()
         if now.requests == self._last.requests:
             return None
-        found, self._last = now.subtract(self._last), now
-        return found
+        figures, self._last = now.subtract(self._last), now
+        return figures

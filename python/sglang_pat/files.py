@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 MOST_BYTES = 16 << 20
-"""Of a file that is read as a whole."""
+"""Most bytes of a file that is read as a whole."""
 
 SHOWN = 60
 """Most characters of a value in a message."""

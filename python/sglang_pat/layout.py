@@ -1,4 +1,4 @@
-"""Parallel layouts of one node: which ranks form which tensor-parallel group.
+"""Parallel layouts of one node (:class:`ParallelLayout`): which ranks form which tensor-parallel group.
 
 Groups are *strided*: with ``N`` ranks and degree ``t``, group ``g`` is
 ``{g, g + N/t, g + 2N/t, ...}``, so rank ``r`` has TP rank ``r // (N/t)``.  For
@@ -46,7 +46,7 @@ class ParallelLayout:
 
     @property
     def working(self) -> range:
-        """Those of the leaders whose groups work."""
+        """Leaders whose groups work."""
         return range(0, self.dp, self.stride)
 
     @property
@@ -73,7 +73,7 @@ class ParallelLayout:
         return [self.group(index) for index in range(self.dp)]
 
     def with_tp(self, tp: int) -> ParallelLayout:
-        """The layout of degree ``tp`` over the same ranks, of which the same are lent."""
+        """The layout of degree ``tp`` over the same ranks, with the same ones lent."""
         if tp < 1 or self.num_ranks % tp:
             raise ValueError(f"tp={tp} does not divide the {self.num_ranks} ranks")
         return ParallelLayout(tp, self.num_ranks // tp, self.stride)
@@ -83,7 +83,7 @@ class ParallelLayout:
         return ParallelLayout(self.tp, self.dp, stride)
 
     def as_dict(self) -> dict[str, int]:
-        """Its fields; ``stride`` only where ranks are lent."""
+        """The layout's fields; ``stride`` only where ranks are lent."""
         return asdict(self) if self.stride > 1 else {"tp": self.tp, "dp": self.dp}
 
     def __str__(self) -> str:
@@ -123,7 +123,7 @@ def list_candidate_layouts(base: ParallelLayout, degrees: list[int] | None = Non
 
 
 def choose_default_degrees(degrees: Sequence[int], only_ends: bool) -> tuple[int, ...]:
-    """Of ``degrees`` (ascending) those that are used: each has groups, graphs and buffers, which take memory.
+    """Degrees that are used among ``degrees`` (ascending): each has groups, graphs and buffers, which take memory.
 
     Args:
         only_ends: whoever decides goes from the lowest to the highest only.

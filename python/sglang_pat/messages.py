@@ -1,9 +1,8 @@
 """Messages between coordinator, ranks and server.
 
-Plain msgspec structs with an explicit encoding.  Requests that travel through SGLang's
-own input sockets (``Prepare``, ``Switch``) are carried by SGLang's transport, which
-broadcasts them inside each TP group; everything a rank sends to the coordinator is encoded
-here.
+Plain msgspec structs with an explicit encoding.  What goes to the ranks (``Prepare``, ``Compile``, ``Switch``,
+``Cancel``, ``StepPermit``, ``InjectPrefixes``, ``TraceQuery``) travels through SGLang's own input sockets, whose
+transport broadcasts it inside each TP group.  What a rank sends to the coordinator (:data:`FromRank`) is encoded here.
 """
 
 from __future__ import annotations
@@ -22,21 +21,22 @@ ClientName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
 """What a client calls itself: its rounds and the ranks that it borrows are known by it."""
 
 CLIENT = "default"
-"""A client that does not say its name."""
+"""Name of a client that does not say its own."""
 
 LEASE_SECONDS = 600.0
-"""Of a client over HTTP that does not say another time.  The tools of agents may take minutes."""
+"""Seconds of a lease of a client over HTTP that does not say another time.  The tools of agents may take minutes."""
 
 LeaseSeconds = Annotated[float, msgspec.Meta(ge=1, le=86400)]
-"""A day at most."""
+"""Seconds of a lease, a day at most."""
 
 
 NO_KV = sys.maxsize
-"""As ``recompute_below``: no KV moves, and no memory is needed to move it through."""
+"""Value of ``recompute_below`` with which no KV moves, and no memory is needed to move it through."""
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Get ready for degree ``tp`` and ``stride`` while decoding goes on; ``recompute_below``: see :class:`Switch`."""
+    """The command to get ready for degree ``tp`` and ``stride`` while decoding goes on; ``recompute_below``: see
+    :class:`Switch`."""
 
     epoch: int
     tp: int
@@ -45,7 +45,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Switch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Enter the switch to degree ``tp`` at the next iteration boundary.
+    """The command to enter the switch to degree ``tp`` at the next iteration boundary.
 
     ``stride``: so many ranks of which the first works, and the others are lent.
 
@@ -60,7 +60,7 @@ class Switch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Forget about a prepared switch: another rank could not prepare."""
+    """The command to forget about a prepared switch: another rank could not prepare."""
 
     epoch: int
 
@@ -74,14 +74,16 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Compile(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Compile what requests of other groups will need; answered like ``Prepare``, while decoding goes on."""
+    """The command to compile what requests of other groups will need; answered like ``Prepare``, while decoding goes
+    on."""
 
     epoch: int
     grammars: list[Grammar]
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A rank is ready.  ``grammars``: from leaders, what their requests need, which ranks of other groups may get."""
+    """A rank's answer that it is ready.  ``grammars``: from leaders, what their requests need, which ranks of other
+    groups may get."""
 
     rank: int
     epoch: int
@@ -162,18 +164,18 @@ class Decoded(msgspec.Struct, frozen=True, array_like=True):
 
 
 GENERATED_PARAM = "pat_generated"
-"""In ``custom_params`` of a request that resumes a response: how many of the last tokens of its prompt are that
+"""Key in ``custom_params`` of a request that resumes a response: how many of the last tokens of its prompt are that
 response's."""
 
 LIMIT_PARAM = "pat_limit"
-"""In ``custom_params``: the longest response that policies are to reckon with, where ``max_new_tokens`` would give a
-response's length away (benchmarks with lengths fixed in advance)."""
+"""Key in ``custom_params`` with the longest response that policies are to reckon with, where ``max_new_tokens`` would
+give a response's length away (benchmarks with lengths fixed in advance)."""
 
 ROUND_PARAM = "pat_round"
-"""In ``custom_params``: the name of the round, and of its client, that the request belongs to."""
+"""Key in ``custom_params`` with the name of the round, and of its client, that the request belongs to."""
 
 ROUND_MARK = "pat_round"
-"""Attribute of a tokenized request on its way to a rank: the same name; the coordinator sets it."""
+"""Attribute of a tokenized request on its way to a rank with the name of its round; the coordinator sets it."""
 
 INT32 = 2**31 - 1
 
@@ -208,7 +210,7 @@ def take_round_name(params: Any) -> str:
 
 
 def _get_custom_number(params: Any, name: str) -> int | None:
-    """A number of ``custom_params``, which the server has checked; None if there is none."""
+    """The number under a key of ``custom_params``, which the server has checked; None if there is none."""
     return cast("dict[str, Any]", params.custom_params or {}).get(name)
 
 
@@ -232,19 +234,19 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
 
 
 MOST_IN_ROUND = 1 << 16
-"""Requests of a round that is announced: policies compute with each of them."""
+"""Most requests of a round that is announced: policies compute with each of them."""
 
 
 class BeginRound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A client says that a round begins: what it sends from now on belongs together, until it says that it is over.
 
     Attributes:
-        name: whose round; it takes the place of one of the same name.
+        name: client of the round; the round takes the place of one of the same name.
         requests: samples that will come; None: not known.  What goes on with a sample (``pat_generated``, the later
             turns of an agent) is not another one.
         prompts: different ones among them; None: as many as requests.
-        prompt_tokens: of a prompt, on average; None: as in the round before.
-        max_new_tokens: of a response at most.
+        prompt_tokens: tokens of a prompt, on average; None: as in the round before.
+        max_new_tokens: most tokens of a response.
         kind: what the client calls rounds of this kind, which need the same room: a short and a long round of tail
             batching are of two.
         lease_seconds: the round is over if nothing was heard of it for so long; None: as long as the engine lives, for
@@ -270,7 +272,8 @@ class BeginRound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @classmethod
     def of_size(cls, prompts: int, responses: int, **about: Any) -> BeginRound:
-        """So many responses to each of so many prompts; of unknown size, if policies do not compute with so many."""
+        """A round of ``responses`` responses to each of ``prompts`` prompts; of unknown size, if policies do not
+        compute with so many."""
         requests = prompts * responses
         return cls(**about) if requests > MOST_IN_ROUND else cls(requests=requests, prompts=prompts, **about)
 
@@ -282,7 +285,8 @@ class EndRound(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CalibrationTurn(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """From now on requests are made up and the server says when to switch, to measure all layouts once more.
+    """A turn of the calibration: from now on requests are made up, and the server says when to switch, to measure all
+    layouts once more.
 
     ``over``: that was the last turn; of all turns the layouts' factors stay, and nothing else.
     """
@@ -291,7 +295,8 @@ class CalibrationTurn(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class StepPermit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """To a replica that works by a schedule: go on, hold at the first of these points, and say so with ``HoldReport``.
+    """What a replica that works by a schedule may do: go on, hold at the first of these points, and say so with
+    ``HoldReport``.
 
     Attributes:
         number: which ``StepPermit`` this is; ``HoldReport`` repeats it.
@@ -306,8 +311,8 @@ class StepPermit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class HoldReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A replica holds, and has just reported its load.  ``steps``, ``batches``: since the ``StepPermit`` of this
-    number."""
+    """A replica's message that it holds, and has just reported its load.  ``steps``, ``batches``: since the
+    ``StepPermit`` of this number."""
 
     rank: int
     number: int
@@ -327,7 +332,7 @@ class ScheduleEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         arrived: not before so many requests have come in; replicas hold until then.
         step: decode steps that every replica with requests has made.  A merged replica has made as many as the one of
             its parts that made most.
-        batch: the same with steps of any kind, prefills too.
+        batch: due after so many steps of any kind, prefills too.
         tokens: tokens generated by all replicas, at least.
         hold: of the last entry: replicas hold afterwards, until there is another schedule.
 
@@ -344,9 +349,9 @@ class ScheduleEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     hold: bool = False
 
     def __post_init__(self) -> None:
-        given = [name for name in ("step", "batch", "tokens") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} in one entry: give one of them")
+        points = [name for name in ("step", "batch", "tokens") if getattr(self, name) is not None]
+        if len(points) > 1:
+            raise ValueError(f"{' and '.join(points)} in one entry: give one of them")
         if self.tp is not None and self.stride is not None:
             raise ValueError("tp and stride in one entry: give one after the other")
 
@@ -362,7 +367,7 @@ class SetSchedule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class ScheduleQuery(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Answered when the schedule is over, or replaced."""
+    """A question that is answered when the schedule is over, or replaced."""
 
     query_id: int
 
@@ -396,7 +401,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """State of one replica, from its leader.
 
     Attributes:
-        tp, stride: of the layout that it works in.
+        tp, stride: degree and stride of the layout that it works in.
         received: generation requests taken from the input socket so far.
         running, waiting: requests decoding, and queued (grammar and chunked prefill included).
         tokens: KV tokens of the running requests.
@@ -509,7 +514,7 @@ class ScheduleState(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         entries: in all; ``done``: those carried out.
-        holding: it is over, and replicas hold.
+        holding: whether it is over, and replicas hold.
         switches: its switches so far, aborted ones with their error.
     """
 
@@ -528,7 +533,7 @@ SGLANG, PAT = b"h", b"p"
 """First frame of what a rank sends to the coordinator: an object of SGLang's (pickled, as SGLang does) or ours."""
 
 FromRank = Prepared | RankSwitched | MemoryReleased | LoadReport | RankTrace | HoldReport
-"""Everything a rank sends on its channel to the coordinator."""
+"""Messages that a rank sends on its channel to the coordinator."""
 
 _encoder = msgspec.msgpack.Encoder()
 _from_rank = msgspec.msgpack.Decoder(FromRank)
@@ -557,4 +562,4 @@ def guess_kind(data: bytes) -> str:
 
 _KINDS = {kind.__name__ for kind in FromRank.__args__}
 PROTOCOL = (Prepared.__name__, RankSwitched.__name__, MemoryReleased.__name__, HoldReport.__name__)
-"""Without these a switch never ends, or somebody waits for ever: they are not to be dropped."""
+"""Messages that are not to be dropped: without them a switch never ends, or somebody waits for ever."""

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the adaptive engine, beside SGLang's own (``--enable-metrics``)."""
+"""Prometheus metrics of the adaptive engine (:class:`SwitchMetrics`), beside SGLang's own (``--enable-metrics``)."""
 
 from __future__ import annotations
 

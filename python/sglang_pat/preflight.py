@@ -119,7 +119,7 @@ def _check_devices() -> Iterator[Line]:
 
 
 def _check_sandbox() -> Line:
-    """For rewards of programs only, so nothing fails without it."""
+    """Check the sandbox.  It is for rewards of programs only, so nothing fails without it."""
     try:
         return True, "sandbox of rewards", make_sandbox(None).describe()
     except ValueError as error:
@@ -139,7 +139,7 @@ def plan_memory(args: argparse.Namespace) -> MemoryPlan:
 
 
 def _read_profile(path: str | None, base: ParallelLayout) -> Profile | None:
-    """Of an engine that starts in ``base``; None without a path."""
+    """Profile of an engine that starts in ``base``; None without a path."""
     if path is None:
         return None
     profile = load(path, complete=True)
@@ -150,7 +150,7 @@ def _read_profile(path: str | None, base: ParallelLayout) -> Profile | None:
 
 
 def _measure_memory_here(ranks: int) -> Supply:
-    """Of this machine's GPUs that the ranks would have, the one that has least; without CUDA its memory."""
+    """Memory of the GPU that has least among those that the ranks would have; without CUDA the machine's memory."""
     import torch
 
     from sglang_pat.launch.gpu_memory import measure_gpus

@@ -62,10 +62,10 @@ class _Decided(msgspec.Struct, frozen=True, kw_only=True):
 
 def load_decision(event: dict[str, Any]) -> tuple[Snapshot, Decision]:
     """The snapshot and the answer of a ``decision`` event."""
-    found = files.convert(event, _Decided)
-    never = [name for name in TIMES if found.snapshot.get(name, 0.0) is None]
-    snapshot = files.convert(found.snapshot | dict.fromkeys(never, 0.0), Snapshot, _load_column)
-    return replace(snapshot, **dict.fromkeys(never, -math.inf)), found.decision
+    logged = files.convert(event, _Decided)
+    never = [name for name in TIMES if logged.snapshot.get(name, 0.0) is None]
+    snapshot = files.convert(logged.snapshot | dict.fromkeys(never, 0.0), Snapshot, _load_column)
+    return replace(snapshot, **dict.fromkeys(never, -math.inf)), logged.decision
 
 
 def _load_column(kind: type, values: Any) -> Any:
@@ -80,7 +80,7 @@ class Replayed:
     Attributes:
         decisions: decisions in the log; ``switches``: of these, those to switch.
         different: (line, what the log says, what came out) of those that differ.
-        steps: that ended in the log, and ``spent``: how the engine spent them.
+        steps: number of steps that ended in the log, and ``spent``: how the engine spent them.
     """
 
     decisions: int = 0
@@ -109,8 +109,8 @@ def replay_log(path: Path, profile: str | None = None) -> Replayed:
         elif policy is None:
             raise ValueError("no start event before it")
         elif kind == "length":
-            found = files.convert(event, Length)
-            history.observe(found.length, found.family, found.finished, found.since)
+            response = files.convert(event, Length)
+            history.observe(response.length, response.family, response.finished, response.since)
         elif kind == "step":
             result.steps += 1
             result.spent += files.convert(event, Figures)
@@ -209,8 +209,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {format_short_line(error)}", file=sys.stderr)
         return 2
-    for line, logged, found in result.different[:10]:
-        print(f"line {line}: the log says {logged}, this version {found}")
+    for line, logged, repeated in result.different[:10]:
+        print(f"line {line}: the log says {logged}, this version {repeated}")
     if result.steps:
         print(f"{result.steps} steps: {result.spent.format_line()}")
     same = result.decisions - len(result.different)

@@ -1,4 +1,4 @@
-"""The settings of the adaptive engine, each defined once.
+"""The settings of the adaptive engine (:data:`SETTINGS`), each defined once.
 
 The flag ``--pat-switch-at``, the field ``AdaptiveServerArgs.pat_switch_at``, ``switch_at`` under verl's
 ``rollout.engine_kwargs.sglang_pat`` and ``switch_at=4`` in the variable ``SGLANG_PAT`` are one setting of this table.
@@ -137,10 +137,11 @@ SETTINGS = (
         "alltoall: through the process group. allgather: as in the PAT paper, to compare with.", choices=KV_EXCHANGES,
     ),
 )  # fmt: skip
-"""What has a flag.  The base layout is ``--tp`` and ``--dp`` there."""
+"""The settings that have a flag.  The base layout is ``--tp`` and ``--dp`` there."""
 
 BASE_TP = Setting("base_tp", 1, "TP degree of the base layout")
-"""Only where somebody else says how many GPUs the engine has, and calls that number its TP degree."""
+"""The degree of the base layout, where somebody else says how many GPUs the engine has, and calls that number its TP
+degree."""
 
 _NOT_OF_THE_CONFIGURATION = ("cpu_overlap",)
 
@@ -153,8 +154,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         kind: dict[str, Any] = {"action": "store_true"}
         if setting.default is not False:
             kind = {"type": type(setting.default or ""), "metavar": setting.value}
-        about = f"{setting.help} Default: {setting.shown_default}.".replace("%", "%%")
-        group.add_argument(setting.flag, default=setting.default, help=about, **kind)
+        text = f"{setting.help} Default: {setting.shown_default}.".replace("%", "%%")
+        group.add_argument(setting.flag, default=setting.default, help=text, **kind)
 
 
 _NAMED = {setting.name: setting for setting in (BASE_TP, *SETTINGS)}
@@ -175,25 +176,25 @@ def parse(text: str, where: str) -> dict[str, str]:
     Raises:
         ValueError: the text begins with such a piece; ``where`` it was given is in the message.
     """
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     name = None
     for piece in filter(None, (piece.strip() for piece in text.split(","))):
         key, equals, value = piece.partition("=")
         if equals:
             name = key.strip()
-            given[name] = value.strip()
+            values[name] = value.strip()
         elif name is None:
             raise ValueError(f"{where}={text!r}: write settings as name=value, e.g. base_tp=1,policy=threshold")
         else:
-            given[name] += f",{piece}"
-    return given
+            values[name] += f",{piece}"
+    return values
 
 
 def read_environment() -> dict[str, str]:
     """The settings of the variable ``SGLANG_PAT``; raises as :func:`parse` and :func:`parse_fields`."""
-    given = parse(os.environ.get(VARIABLE, ""), VARIABLE)
-    parse_fields(given, VARIABLE)  # whoever puts them together with others cannot say any more where they were given
-    return given
+    values = parse(os.environ.get(VARIABLE, ""), VARIABLE)
+    parse_fields(values, VARIABLE)  # whoever puts them together with others cannot say any more where they were given
+    return values
 
 
 def parse_fields(given: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -204,16 +205,16 @@ def parse_fields(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         ValueError: an unknown setting, a value of the wrong type or none of the choices; one line.
     """
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in given.items():
         setting = _NAMED.get(name)
         if setting is None:
             raise ValueError(_describe_unknown(name, where))
         try:
-            found[name if setting is BASE_TP else setting.field] = setting.read(value)
+            fields[name if setting is BASE_TP else setting.field] = setting.read(value)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-    return found
+    return fields
 
 
 def _describe_unknown(name: str, where: str) -> str:
@@ -265,5 +266,5 @@ def make_engine_settings(given: Mapping[str, Any], number: int) -> dict[str, Any
 
 
 def format_divisors(count: int) -> str:
-    """For a message: the numbers that divide ``count``."""
+    """The numbers that divide ``count``, for a message."""
     return ", ".join(str(number) for number in range(1, count + 1) if count % number == 0)

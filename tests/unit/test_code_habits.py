@@ -1,13 +1,15 @@
 """Habits of the code that a reader counts on.
 
-Modules import each other in one direction, and files are written whole or not at all.
+Modules import each other in one direction, files are written whole or not at all, and a docstring says its noun.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import tomllib
+from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -31,7 +33,7 @@ def sources() -> list[Path]:
 
 
 def modules() -> dict[str, Path]:
-    """Those that are installed, and the studies, by dotted name."""
+    """The modules that are installed, and the studies, by dotted name."""
     found = {}
     for base, packages in ((ROOT / "python", PACKAGES), (ROOT, ("profiler", "studies"))):
         for path in (path for package in packages for path in (base / package).rglob("*.py")):
@@ -82,7 +84,7 @@ IMPURE = {"sglang", "torch", "ray", "verl", "openrlhf", "transformers"}
 
 
 def test_pure_modules_compute_without_sglang_and_torch():
-    """Those of ``strict`` in pyproject.toml: what they import is pure, too."""
+    """The modules of ``strict`` in pyproject.toml: what they import is pure, too."""
     strict = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["basedpyright"]["strict"]
     folders = [ROOT / entry for entry in strict if "*" not in entry]
     assert all(folder.exists() for folder in folders)
@@ -125,3 +127,64 @@ def test_files_are_written_by_one_function():
                 if node.attr != "replace" or (isinstance(node.value, ast.Name) and node.value.id == "os"):
                     found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not found, f"call sglang_pat.files.write instead: {', '.join(found)}"
+
+
+HANGING = re.compile(
+    r"(?:About|Above|Across|After|Also|And|As|At|Before|Below|Besides|Between|But|By|During|Else|For|From|In|Inside"
+    r"|Instead|Into|It|Its|Like|Neither|Of|On|Once|Or|Outside|Over|Per|Since|So|Such|That|Their|Them|They|Those|To"
+    r"|Towards|Under|Until|Up|With|Within|Without|The same|The ones?)\b(?!-)"
+)
+"""Beginnings of a docstring that hangs on the name above it: prepositions, conjunctions and pronouns."""
+UNCLEAN = (
+    "acceptance", "checks", "host", "integrations/verl", "judge", "launch", "launch_server.py", "memory", "rank",
+    "removed.py", "rewards", "server", "switch", "testing",
+)  # fmt: skip
+"""Parts of ``python/sglang_pat``, or packages beside it, with docstrings that still begin so."""
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Assign, ast.AnnAssign)
+"""Nodes that a text after them describes."""
+
+
+def list_docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+    """The docstrings of a module, its classes and functions, and the texts that follow an assignment."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for before, statement in zip([node, *body], body, strict=False) if isinstance(body, list) else ():
+            text = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(before, DOCUMENTED) and isinstance(text, ast.Constant) and isinstance(text.value, str):
+                yield text
+
+
+@pytest.mark.parametrize(
+    "text, hangs",
+    [
+        ("Of a turn of the calibration.", True),
+        ("So many long prompts, those that were sent last.", True),
+        ("The same.", True),
+        ("The one in force.", True),
+        ("By name and seed.", True),
+        ("Its folder.", True),
+        ("Number of long prompts that are remembered.", False),
+        ("The layout in force.", False),
+        ("The one-line form of an error.", False),
+        ("Office hours of a GPU.", False),
+        ("Iterate over the groups.", False),
+    ],
+)
+def test_a_docstring_that_hangs_on_the_name_above_it_is_found(text: str, hangs: bool):
+    assert bool(HANGING.match(text)) == hangs
+
+
+def test_docstrings_say_their_noun():
+    """A docstring says what its name stands for, with shape and unit, in a sentence or in a phrase with a noun."""
+    fragments, seen = [], set()
+    for path in (path for path in sources() if path.relative_to(ROOT).parts[0] != "tests"):
+        for node in list_docstrings(parse(path)):
+            if not HANGING.match(node.value.strip()):
+                continue
+            parts = path.relative_to(ROOT).as_posix().removeprefix("python/").removeprefix("sglang_pat/") + "/"
+            listed = [name for name in UNCLEAN if parts.startswith(f"{name}/")]
+            seen |= {*listed}
+            if not listed:
+                fragments.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.value.strip().partition(chr(10))[0]}")
+    assert not fragments, "say the noun, its shape and its unit:\n" + "\n".join(fragments)
+    assert seen == {*UNCLEAN}, f"clean by now, take them from the list: {sorted({*UNCLEAN} - seen)}"

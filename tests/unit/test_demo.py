@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from sglang_pat.demo import cases, cli, contest
-from sglang_pat.demo.contest import Answer, DemoError, Result, Run, StepTime, Switch
+from sglang_pat.demo.contest import Answer, BatchRun, ContestResult, DemoError, StepTime, SwitchMark
 from sglang_pat.predict.profile import save
 from sglang_pat.testing.server import ServerDied
 from sglang_pat.tools.cpu_share import Meter
@@ -25,14 +25,14 @@ WORK = cases.LognormalBatch(4, 8, 1.0, 64)
 
 def run(name, seconds, texts="abcd", **changes):
     answers = [Answer(seconds * (i + 1) / 4, 10, text) for i, text in enumerate(texts)]
-    return Run(**dict(contender=name, answers=answers, switches=[], others=0.25) | changes)
+    return BatchRun(**dict(contender=name, answers=answers, switches=[], others=0.25) | changes)
 
 
 def result(*rounds):
     """Of rounds of seconds: static tp1×dp2, static tp2×dp1, adaptive."""
     names = (f"static {LOW}", f"static {HIGH}", contest.ADAPTIVE)
     made = [[run(name, seconds) for name, seconds in zip(names, each, strict=True)] for each in rounds]
-    return Result([StepTime(1, {LOW: 0.06, HIGH: 0.04})], made)
+    return ContestResult([StepTime(1, {LOW: 0.06, HIGH: 0.04})], made)
 
 
 def test_rounds_are_the_same_long_tailed_work_and_no_prompt_comes_twice():
@@ -169,6 +169,6 @@ def test_an_aborted_switch_and_many_different_texts_are_errors():
     found.rounds[0][1] = run(f"static {HIGH}", 12.0, texts="abXY")
     with pytest.raises(DemoError, match="2 of 4 responses are not the same in all layouts"):
         cli.verify(found)
-    found.rounds[0][-1] = run("adaptive", 8.0, switches=[Switch(1, 2, 3.0, 0.5, 2, 77, error="no memory")])
+    found.rounds[0][-1] = run("adaptive", 8.0, switches=[SwitchMark(1, 2, 3.0, 0.5, 2, 77, error="no memory")])
     with pytest.raises(DemoError, match="a switch was aborted: no memory"):
         cli.verify(found)

@@ -33,7 +33,7 @@ from sglang_pat.policies.snapshot import Snapshot
 from sglang_pat.predict.profile import ProfileError
 from studies.lending import GOAL, GOAL_IF_WRONG, RIGHT, WRONG, study_risk
 from studies.simulate import Batch, Drain
-from studies.training import Step, StepReplay
+from studies.training import SimulatedStep, StepReplay
 
 from .drawn import examples
 from .policy_world import crossing, machine, profiles, snapshot, snapshots
@@ -455,7 +455,7 @@ def test_the_oracle_is_best(seed):
     policy = make_policy("survival", predictor=predictor, costs=costs)
     lending = make_lending_policy(predictor, costs, RANKS, DEGREES)
     best = replay.run_best().seconds
-    ways: list[Step] = [replay.run_static(tp, share) for tp in (1, 2) for share in (None, 0.4, 0.5)]
+    ways: list[SimulatedStep] = [replay.run_static(tp, share) for tp in (1, 2) for share in (None, 0.4, 0.5)]
     ways += [replay.run_policies(policy, one, LengthHistory()) for one in (None, lending)]
     assert best <= 1.005 * min(step.seconds for step in ways)
     assert best > 0.5 * min(step.seconds for step in ways)

@@ -13,7 +13,7 @@ from sglang_pat.policies.snapshot import Decision
 from sglang_pat.predict.profile import load, save
 from sglang_pat.tools.commands import run
 from studies import PROFILES
-from studies.compare import AS_IS, KNOWN, Machine, Workload, compare, compute_regrets, main
+from studies.compare import AS_IS, KNOWN, ProfiledMachine, Workload, compare, compute_regrets, main
 from studies.shapes import parse_shape
 from studies.simulate import Batch, Drain, describe_queueing
 
@@ -118,7 +118,7 @@ def test_a_round_does_not_go_to_and_fro(name, batch):
     on that, and once switched up to 24 times in a simulation that put them back where they were.  Of the dense model's
     replicas it once believed that they decode no more than the 256 requests that the profile was made for."""
     workload = Workload(shape=parse_shape("deepscaler"), batch=batch, rounds=3)
-    runs = compare(Machine(load(PROFILES / f"{name}.json")), workload, ["survival"], 32)
+    runs = compare(ProfiledMachine(load(PROFILES / f"{name}.json")), workload, ["survival"], 32)
     assert max(len(run.switches) for run in runs["survival"]) <= 5
     assert compute_regrets(runs, "survival").mean() <= 0.005
 
@@ -134,7 +134,7 @@ def test_policies_learn_how_many_requests_come():
     """As an engine's, which waits in the first two rounds only; but one that is told does not even there."""
     asked: dict[str, list[list[bool]]] = {}
 
-    class Watched(Machine):
+    class Watched(ProfiledMachine):
         def make_policy(self, name):
             rounds = asked.setdefault(name, [])
 
@@ -157,11 +157,11 @@ def test_a_policy_learns_that_its_profile_is_wrong():
     right = crossing(control=0.02)
     off = {1: 2.0, 2: 1.0, 4: 0.5}
     points = tuple(msgspec.structs.replace(p, seconds=p.seconds * off[p.tp]) for p in right.decode)
-    wrong = Machine(msgspec.structs.replace(right, decode=points))
+    wrong = ProfiledMachine(msgspec.structs.replace(right, decode=points))
     workload = Workload(shape=parse_shape("lognormal:6,0.8,2048"), batch=32, rounds=3)
     names = ["survival", "survival" + AS_IS]
-    learnt = compare(Machine(right), workload, names, believed=wrong, noise=0.1)
-    calibrated = compare(Machine(right), workload, names, believed=wrong, noise=0.1, calibration=0.03)
+    learnt = compare(ProfiledMachine(right), workload, names, believed=wrong, noise=0.1)
+    calibrated = compare(ProfiledMachine(right), workload, names, believed=wrong, noise=0.1, calibration=0.03)
     assert compute_regrets(learnt, "survival" + AS_IS)[1:].mean() > 0.15
     assert compute_regrets(learnt, "survival")[1:].mean() < 0.05
     assert max(len(run.switches) for run in learnt["survival"]) <= 4

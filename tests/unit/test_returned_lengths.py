@@ -11,7 +11,7 @@ from sglang_pat.predict.cost import build_predictors
 from sglang_pat.predict.profile import load
 from sglang_pat.rollout.rules import Rules
 from studies import PROFILES
-from studies.rounds import Engines, Round, Simulation
+from studies.rounds import Engines, SimulatedRound, Simulation
 from studies.shapes import parse_shape
 
 pytestmark = [pytest.mark.unit, pytest.mark.slow]
@@ -29,7 +29,7 @@ class Linear:
 
 
 @functools.cache
-def epoch(rho: float, seed: int, **rules) -> list[Round]:
+def epoch(rho: float, seed: int, **rules) -> list[SimulatedRound]:
     profile = load(PROFILE)
     engines = Engines(
         predictor=Linear(), costs=build_predictors(profile)[1], fingerprint=profile.fingerprint, nodes=1, tp=2
@@ -38,7 +38,7 @@ def epoch(rho: float, seed: int, **rules) -> list[Round]:
     return Simulation(engines, given, SHAPE, rho, seed, prompts=PROMPTS).run_epoch()
 
 
-def list_lengths(rounds: list[Round]) -> np.ndarray:
+def list_lengths(rounds: list[SimulatedRound]) -> np.ndarray:
     """Lengths by prompt, ``[PROMPTS, RESPONSES]``."""
     groups = sorted((group for found in rounds for group in found.groups), key=lambda group: group.index)
     assert [group.index for group in groups] == list(range(PROMPTS))

@@ -9,7 +9,7 @@ import pytest
 
 from bench import _redraw
 from studies import lending, rl_step, step_picture
-from studies.training import Trainer
+from studies.training import SimulatedTrainer
 
 pytestmark = [pytest.mark.unit, pytest.mark.slow]
 
@@ -35,7 +35,7 @@ def test_stages_of_a_step():
     training = rl_step.TRAINING_SHARE * float(measured["rollout, s"])
     assert float(measured["training, s"]) == pytest.approx(training, abs=0.1)
     quickest = rl_step.SETTINGS[0]
-    jobs = [rl_step.Job(quickest, "plain", rl_step.STEPS, seed, 0.0) for seed in range(1, rl_step.SEEDS + 1)]
+    jobs = [rl_step.StepJob(quickest, "plain", rl_step.STEPS, seed, 0.0) for seed in range(1, rl_step.SEEDS + 1)]
     rollout = mean(rl_step.simulate(job).rollout for job in jobs)
     assert float(plain[quickest.name]["rollout, s"]) == pytest.approx(rollout, abs=0.1)
 
@@ -58,7 +58,7 @@ def test_bars_of_a_step_are_as_long_as_their_labels():
 
 
 def test_all_ranks_train_what_is_left_as_rewards_come():
-    trainer = Trainer()
+    trainer = SimulatedTrainer()
     for seconds, came in ((5.0, 0.0), (3.0, 12.0), (1.0, 40.0)):
         trainer.add(seconds, came)
     assert trainer.finish(10.0) == (22.0, 9.0), "until 15, 18, and from 40 to 41"

@@ -12,7 +12,7 @@ import pytest
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.records import Group, Output, Span
 from sglang_pat.rollout.rounds import RolloutRound, WeightsChanged
-from sglang_pat.rollout.turns import FAILED, LATE, Turn, Turns, make_turn
+from sglang_pat.rollout.turns import FAILED, LATE, EnvironmentCalls, Turn, make_turn
 
 from . import rounds_world
 from .admission_world import dumps, loads
@@ -72,7 +72,7 @@ def admitter(*lengths: list[int], **rules: Any) -> Admitter:
 
 
 def begun(mine: Admitter, engine: Played, environment, version: int = 0, seconds: float = 60, **params) -> RolloutRound:
-    turns = Turns(environment, seconds) if environment is not None else None
+    turns = EnvironmentCalls(environment, seconds) if environment is not None else None
     return RolloutRound(mine, engine, version, {"max_new_tokens": 100} | params, turns=turns)
 
 
@@ -200,7 +200,7 @@ async def test_an_environment_is_a_coroutine_function():
     with pytest.raises(TypeError, match=r"must be a coroutine function \(async def\)"):
         await list_events(begun(admitter([3]), Speaking(), lambda turn: [TOOL]))
     with pytest.raises(ValueError, match="environment_seconds is 0, must be more than 0 and at most 86400"):
-        Turns(lambda turn: None, 0)
+        EnvironmentCalls(lambda turn: None, 0)
 
 
 # -- stopped, and gone on with ---------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""When the policy is asked, what it is shown, and which switch it then wants."""
+"""The times at which the policy is asked (:meth:`Decisions.is_due`), what it is shown
+(:meth:`Decisions.make_snapshot`), and which switch it then wants (:meth:`Decisions.decide`)."""
 
 from __future__ import annotations
 
@@ -18,14 +19,15 @@ from sglang_pat.predict.correction import StepFactors, Steps
 from sglang_pat.predict.predictor import Predictor
 
 DECISION_INTERVAL_SECONDS = 0.1
-"""Policies that predict are asked at most this often: a decision takes milliseconds of a core that ranks may want."""
+"""Least seconds between two questions to policies that predict: a decision takes milliseconds of a core that ranks may
+want."""
 
 DECISION_SHARE = 0.01
-"""And while a round gets on without arrivals or switches, after this share of the time it has done so: a switch that is
-late by it costs less than that share."""
+"""Share of the time that a round has got on without arrivals or switches, after which the policy is asked again: a
+switch that is late by it costs less than that share."""
 
 LONGEST_INTERVAL_SECONDS = 1.0
-"""But at least this often, as aborts may empty half of a batch at any time."""
+"""Most seconds between two questions, as aborts may empty half of a batch at any time."""
 
 
 CALIBRATION = "calibration"
@@ -39,9 +41,9 @@ class WantedSwitch:
     Attributes:
         reason: who wants it: a policy's name, ``request``, ``control``, ``schedule``, ``lend``, ``take back``,
             ``lease over`` or :data:`CALIBRATION`.
-        query_id: of the client who waits for an answer.
+        query_id: number of the query whose client waits for an answer.
         recompute_below: requests with fewer KV tokens are recomputed.
-        ahead: of a round, whose requests wait for it.
+        ahead: whether it comes ahead of a round, whose requests wait for it.
     """
 
     target: ParallelLayout
@@ -90,7 +92,7 @@ class Decisions:
         corrects = predictor is not None and not config.profile_as_is
         self.factors = StepFactors(self._degrees) if corrects else None
         self._turns: list[dict[int, Steps]] = []
-        """Of a calibration: steps by degree."""
+        """Turns of the calibration: steps by degree."""
         self.calibrating = False
         self._last_abort = self._last_switch = self._last_decision = float("-inf")
         self._opened = False
@@ -109,7 +111,7 @@ class Decisions:
         return self.round.record_arrival(now, sample=request.limit > 0 and not request.generated, name=request.round)
 
     def record_response_end(self, response: m.Finished, now: float) -> None:
-        """A response has."""
+        """Learn from a response that has ended."""
         sample = response.length > response.since
         self.round.record_response_end(now, sample=sample)
         self.round.tokens += response.length - response.since
@@ -117,7 +119,7 @@ class Decisions:
             self.history.observe(response.length, response.family, not response.cut, response.since)
 
     def calibrate(self, turn: m.CalibrationTurn, now: float) -> None:
-        """A turn of a calibration begins, or all are over."""
+        """Begin a turn of a calibration, or end it when all turns are over."""
         self.calibrating = not turn.over
         if self.calibrating:
             return self._turns.append({})
@@ -132,7 +134,7 @@ class Decisions:
         self.round.switches += 1
 
     def record_decode_steps(self, report: m.LoadReport, layout: ParallelLayout, now: float) -> None:
-        """A leader reports steps of ``layout``, which is in force."""
+        """Learn from steps of ``layout``, which is in force, that a leader reports."""
         made = report.decoded
         if self.factors is None or self._predictor is None or not made.steps:
             return
@@ -147,7 +149,7 @@ class Decisions:
             self.factors.observe(report.tp, steps, now)
 
     def record_aborted_switch(self, now: float) -> None:
-        """A switch was."""
+        """Note that a switch was aborted."""
         self._last_abort = now
 
     # -- when to ask ------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ class Decisions:
         return True
 
     def decide_soon(self) -> None:
-        """The policy is due at once."""
+        """Have the policy asked at once."""
         self._last_decision = float("-inf")
 
     def is_due(self, now: float) -> bool:
@@ -188,7 +190,7 @@ class Decisions:
         Args:
             layout: the one in force.
             in_engine: requests at its leaders; ``held``: in the backlog.
-            ahead: of a round, whose requests wait for the switch.
+            ahead: whether the switch comes ahead of a round, whose requests wait for it.
         """
         self._last_decision = now
         snapshot = self.make_snapshot(layout, in_engine + held, now)
@@ -243,6 +245,7 @@ class Decisions:
         )
 
     def _room(self, layout: ParallelLayout) -> dict[int, int]:
-        """KV tokens of one replica, by degree, as the first leader has reported it: all ranks have as much."""
+        """KV tokens that one replica has room for, by degree, as the first leader has reported them: all ranks have as
+        much."""
         report = self._leaders[layout.leaders[0]].report
         return dict(report.kv_totals) if report is not None else {}

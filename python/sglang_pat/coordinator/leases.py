@@ -1,4 +1,5 @@
-"""Leases: what a client holds of the engine, a round or ranks, it holds for as long as it is heard of.
+"""Leases: what a client holds of the engine, a round or ranks, it holds for as long as it is heard of
+(:meth:`Leases.hear`).
 
 A client is known by its name only.  Whatever is heard of it renews all its leases, and nobody else's.
 """
@@ -10,10 +11,10 @@ from dataclasses import dataclass
 
 @dataclass
 class Lease:
-    """Of one client, for one thing.
+    """What one client holds, for as long as it is heard of.
 
     Attributes:
-        client: its name.
+        client: name of the client.
         seconds: how long the lease holds while nothing is heard; None: it does not end.
         heard: when the client was last heard of.
     """
@@ -23,7 +24,7 @@ class Lease:
     heard: float
 
     def get_seconds_left(self, now: float) -> float | None:
-        """0 if it is over; None if it does not end."""
+        """Seconds until the lease is over, at least 0; None if it does not end."""
         return None if self.seconds is None else max(0.0, self.heard + self.seconds - now)
 
     def is_over(self, now: float) -> bool:
@@ -31,7 +32,7 @@ class Lease:
 
 
 class Leases:
-    """All that there are."""
+    """All leases of an engine."""
 
     def __init__(self) -> None:
         self._leases: list[Lease] = []
@@ -44,7 +45,7 @@ class Leases:
         self._leases = [other for other in self._leases if other is not lease]
 
     def hear(self, client: str, now: float) -> None:
-        """The client has called, or the engine has a request of its."""
+        """Renew a client's leases: it has called, or the engine has a request of its."""
         for lease in self._leases:
             if lease.client == client:
                 lease.heard = max(lease.heard, now)

@@ -1,4 +1,4 @@
-"""The coordinator's process: sockets around ``sglang_pat.coordinator.router.Coordinator``.
+"""The coordinator's process (:func:`run_coordinator`): sockets around ``sglang_pat.coordinator.router.Coordinator``.
 
 It stands where SGLang's data-parallel controller stands, and blocks on its sockets instead of polling.
 """
@@ -140,7 +140,7 @@ def _drain_ranks(coordinator: Coordinator, socket: zmq.Socket, now: float, dropp
 
 
 def _decode_rank_message(frames: list[bytes], num_ranks: int) -> tuple[int, Any]:
-    """Who sent it, and what: one of our messages, or an object of SGLang's."""
+    """The sender of a message and the message: one of our messages, or an object of SGLang's."""
     kind, sender, payload = frames
     rank = int(sender)
     message = pickle.loads(payload) if kind == messages.SGLANG else messages.decode_from_rank(payload)
@@ -161,7 +161,7 @@ FROM_SERVER: dict[type, Callable[[Coordinator, Any, float], None]] = {
     messages.ScheduleQuery: lambda coordinator, query, now: coordinator.handle_schedule_query(query),
     messages.SetSchedule: Coordinator.receive,
 }
-"""Messages of ours that the server sends to the coordinator for itself."""
+"""Messages of ours that the server sends to the coordinator itself."""
 
 
 def _drain_server(coordinator: Coordinator, socket: zmq.Socket, now: float, dropped: Dropped) -> None:

@@ -1,4 +1,5 @@
-"""The replicas as the coordinator knows them: what goes to their leaders, their load, and who gets the next request."""
+"""The replicas as the coordinator knows them (:class:`Leader`): what goes to their leaders (:class:`Outbox`), their
+load (:func:`sum_load`), and who gets the next request (:meth:`PrefixPlaces.choose`)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from sglang_pat.policies.snapshot import Decision, Load, Snapshot
 
 
 class Outbox(Protocol):
-    """Where the coordinator's effects go: its only way to act."""
+    """The coordinator's effects: its only way to act."""
 
     def send_to_leader(self, rank: int, obj: Any) -> None:
         """Send one of our messages, or an object of SGLang's, to a leader; its group gets it, too."""
@@ -47,7 +48,7 @@ class Generation:
     """A generation request: goes to one leader.
 
     Attributes:
-        tokens: its prompt length; ``generated``: those of them that are the beginning of its response.
+        tokens: length of its prompt; ``generated``: tokens of it that are the beginning of its response.
         family: equal for siblings, as in load reports; None for a prompt that is not long (``policies.prompts``).
         limit: the longest response that policies reckon with, until its leader reports it.
         counts: schedules and decision logs count it; not a health probe, which comes at any time.
@@ -63,18 +64,18 @@ class Generation:
     round: str = ""
 
     def mark(self, name: str) -> None:
-        """Its leader reports that it has a request of this round."""
+        """Have the leader report that it has a request of this round."""
         setattr(self.obj, m.ROUND_MARK, name)
 
 
 @dataclass(slots=True)
 class Leader:
-    """One leader.
+    """What is known of one leader.
 
     Attributes:
         sent: requests sent to it so far.
-        on_the_way: those that it has not yet taken from its socket; a long prefill may keep them there for seconds.
-        requests: those that it has, on their way included.
+        on_the_way: requests that it has not yet taken from its socket; a long prefill may keep them there for seconds.
+        requests: requests that it has, on their way included.
         tokens: KV tokens of the running ones and prompts of those on their way.
         known: whether the report lists the requests one by one; what is assumed right after a switch does not.
     """
@@ -102,7 +103,7 @@ class Leader:
         self.known = len(report.requests) == report.running + report.waiting
 
     def make_report_after_switch(self, reply: m.RankSwitched, layout: ParallelLayout) -> m.LoadReport:
-        """What it would report right after a switch to ``layout``, by its account of it."""
+        """The report that the leader would send right after a switch to ``layout``, by its account of it."""
         return m.LoadReport(
             rank=reply.rank,
             tp=layout.tp,
@@ -124,16 +125,16 @@ class Leader:
 
     @property
     def decoding(self) -> bool:
-        """Whether it has running requests, as it last said."""
+        """Whether the leader had running requests when it last reported."""
         return self.report is not None and self.report.running > 0
 
     @property
     def cost(self) -> tuple[int, int]:
-        """The next request goes to where this is least: requests, then tokens."""
+        """Requests, then tokens: the next request goes to where this is least."""
         return self.requests, self.tokens
 
     def get_status(self) -> dict[str, int]:
-        """For ``/pat/status``."""
+        """The leader's fields in ``/pat/status``."""
         fields = ("running", "waiting", "tokens", "kv_used", "kv_total", "weight_updates")
         report = {name: getattr(self.report, name) if self.report else 0 for name in fields}
         return {"in_flight": self.in_flight} | report
@@ -145,7 +146,7 @@ def is_report_of(report: m.LoadReport, layout: ParallelLayout) -> bool:
 
 
 def sum_load(leaders: Mapping[int, Leader], ranks: Iterable[int]) -> Load:
-    """All requests at the leaders of these ranks, which are the replicas 0, 1, … that work, one by one."""
+    """The requests, one by one, at the leaders of these ranks, which are the replicas 0, 1, … that work."""
     rows: list[tuple[int, ...]] = []
     for replica, rank in enumerate(ranks):
         leader = leaders[rank]
@@ -167,11 +168,11 @@ def sum_load(leaders: Mapping[int, Leader], ranks: Iterable[int]) -> Load:
 
 
 REMEMBERED = 512
-"""So many long prompts, those that were sent last."""
+"""Number of long prompts that are remembered: those sent last."""
 
 
 class PrefixPlaces:
-    """Which leader was last sent each long prompt: siblings find it in the radix tree of that replica.
+    """The leader that was last sent each long prompt: siblings find it in the radix tree of that replica.
 
     What has left the tree since is computed again, as anywhere else.
     """

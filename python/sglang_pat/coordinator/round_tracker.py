@@ -1,4 +1,5 @@
-"""Rounds of requests: as clients announce them, or as they come in.
+"""Rounds of requests (:class:`RoundTracker`): as clients announce them (``update_announced_round``), or as they come in
+(``record_arrival``).
 
 Where nobody announces them: in RL one is much like the one before, so its size tells when all are in.
 """
@@ -23,17 +24,17 @@ ROUNDS = 4
 """Rounds that are remembered: a validation set among batches of training is not forgotten at once."""
 
 ALIKE = 2
-"""So many of them must have had the largest size before it is believed: a single one may have been a warm-up, or one
-turn of agents that all finished theirs together."""
+"""Number of remembered rounds that must have had the largest size before it is believed: a single one may have been a
+warm-up, or one turn of agents that all finished theirs together."""
 
 WHOLE = 0.9
-"""The requests of a round stand for the next one if at least this share of them was in the engine at once."""
+"""Share of a round's requests that must have been in the engine at once for them to stand for the next round."""
 
 PROMPT_TOKENS = 256
 """Tokens of a prompt, as long as nobody has said or seen any."""
 
 MOST_OPEN = 64
-"""Rounds that are open at once; one more takes the place of the oldest."""
+"""Most rounds that are open at once; one more takes the place of the oldest."""
 
 
 class RoundTracker:
@@ -45,7 +46,7 @@ class RoundTracker:
 
     Args:
         degrees: in which rounds may start.
-        leases: of the engine's clients.
+        leases: leases of the engine's clients.
 
     Attributes:
         open: rounds that were announced and are not over, by name.  Several count as one, with the sum of their
@@ -60,7 +61,7 @@ class RoundTracker:
         self.leases = leases or Leases()
         self.open: dict[str, BeginRound] = {}
         self._missing: dict[str, int] = {}
-        """Of each, its requests that have not come."""
+        """Requests of each open round that have not come."""
         self._held: dict[str, Lease] = {}
         self.peak = 0
         self.last = float("-inf")
@@ -68,17 +69,17 @@ class RoundTracker:
         self._starts, self._kind = StartDegrees(degrees), RoundKind()
         self._began = self._last_end = float("-inf")
         self._here = self._left = 0
-        """Requests in the engine; those of them that earlier rounds have left there."""
+        """Requests in the engine, and those of them that earlier rounds have left there."""
         self._ends = 0
-        """Responses of this round that ended."""
+        """Number of responses of this round that ended."""
         self._ended = False
-        """One of them had tokens."""
+        """Whether a response of this round had tokens."""
         self._sizes: deque[int] = deque(maxlen=ROUNDS)
         self._seen = self._last_round = NO_LOAD
         self._prompt_tokens = PROMPT_TOKENS
 
     def update_announced_round(self, message: BeginRound | EndRound, now: float) -> None:
-        """A client says that its round begins, or ends."""
+        """Open or close the round that a client says begins or ends."""
         self.leases.hear(message.name, now)
         self._end(message.name)
         if isinstance(message, BeginRound):
@@ -91,7 +92,7 @@ class RoundTracker:
                 self._reset_round()
 
     def end_silent_rounds(self, now: float) -> None:
-        """Those whose clients were not heard of for too long are over."""
+        """End the rounds whose clients were not heard of for too long."""
         for name in [name for name, lease in self._held.items() if lease.is_over(now)]:
             self._end(name)
 
@@ -100,7 +101,7 @@ class RoundTracker:
             self._finish_round()
 
     def _close(self, name: str) -> bool:
-        """Whether it was open."""
+        """Close a round; returns whether it was open."""
         if name not in self.open:
             return False
         self.leases.end(self._held.pop(name))
@@ -109,11 +110,11 @@ class RoundTracker:
 
     @property
     def missing(self) -> int:
-        """Announced requests that have not come."""
+        """Number of announced requests that have not come."""
         return sum(self._missing.values())
 
     def get_status(self, now: float) -> dict[str, Any]:
-        """For ``/pat/status``."""
+        """The rounds in ``/pat/status``."""
         return {
             "open": [
                 msgspec.to_builtins(round_) | {"lease_left": self._held[name].get_seconds_left(now)}
@@ -125,13 +126,14 @@ class RoundTracker:
 
     @property
     def expected(self) -> int:
-        """Requests of a round: those of the largest of the recent ones; 0 if only one of them had so many."""
+        """Expected requests of a round: those of the largest of the recent ones; 0 if only one of them had so many."""
         largest = max(self._sizes, default=0)
         return largest if self._sizes.count(largest) >= ALIKE else 0
 
     @property
     def complete(self) -> bool:
-        """Whether no more are expected: all have come that were announced, or exactly as many as in a round."""
+        """Whether no more requests are expected: all have come that were announced, or exactly as many as in a
+        round."""
         return not self.missing if self._sized else 0 < self.came == self.expected
 
     @property
@@ -140,23 +142,20 @@ class RoundTracker:
         return self._starts.get_start_degree(self._kind if self.came else self._expect_kind()).tp
 
     def _expect_kind(self) -> RoundKind:
-        """Of the round that is about to come."""
+        """Kind of the round that is about to come."""
         name = "+".join(sorted({round_.kind for round_ in self.open.values()} - {""}))
         # Of one that was announced without its size nobody knows whether it is like the others that came.
         return RoundKind(name, self.missing if self._sized else 0 if self.open else self.expected)
 
     @property
     def _sized(self) -> bool:
-        """Whether it was announced with its size."""
+        """Whether the round was announced with its size."""
         return bool(self.open) and all(round_.requests for round_ in self.open.values())
 
     def predict_round_load(self, now: float) -> Load:
-        """The round that is about to come, or coming in, as it is before its first token: as announced, or the last one
-        of that size.
-
-        Empty if no size is expected, all have come, or no more seem to come; also when the first response of one that
-        was announced has ended: what comes then comes in place of others.
-        """
+        """The load of the round that is about to come, or coming in, as it is before its first token: as announced, or
+        the last one of that size.  Empty if no size is expected, all have come, or no more seem to come; also when the
+        first response of one that was announced has ended: what comes then comes in place of others."""
         if self.peak and not self.came:
             return NO_LOAD  # what is here does not count: a health probe
         if self.came and now - self.last >= SETTLE_SECONDS:
@@ -167,7 +166,7 @@ class RoundTracker:
         return NO_LOAD if self.came >= self.expected else self._last_round
 
     def record_load(self, load: Load) -> None:
-        """These requests were in the engine at once."""
+        """Note requests that were in the engine at once."""
         if len(load) >= len(self._seen):  # of the later one more is known: siblings
             self._seen = load
 
@@ -176,7 +175,7 @@ class RoundTracker:
 
         Args:
             sample: a new one, as were announced.
-            name: of the round, as the request says; "": it does not say.
+            name: name of the round, as the request says; "": it does not say.
         """
         self.last = now
         if not self.came:
@@ -189,14 +188,15 @@ class RoundTracker:
         return name
 
     def _guess_round(self, sample: bool) -> str:
-        """Of a request that does not say it: of those that it may be of the one that began last, as an older one may
-        be of a client that is gone.  A round that has all its samples gets no more; "": there is none."""
+        """The round of a request that does not name it: among those that it may belong to the one that began last,
+        as an older one may be of a client that is gone.  A round that has all its samples gets no more; "": there is
+        none."""
         may = [name for name, missing in self._missing.items() if missing] if sample else [*self.open]
         may = may or [name for name, round_ in self.open.items() if not round_.requests]
         return may[-1] if may else ""
 
     def record_response_end(self, now: float, sample: bool = True) -> None:
-        """A response has; ``sample``: it has tokens."""
+        """Note that a response has ended; ``sample``: it has tokens."""
         self._last_end = now
         if self._left:
             self._left -= 1
@@ -205,7 +205,8 @@ class RoundTracker:
             self._ended |= sample
 
     def update_request_count(self, requests: int) -> None:
-        """So many are in it now: called after each event, or the end of a round may be missed."""
+        """Note how many requests are in the engine now; called after each event, or the end of a round may be
+        missed."""
         self._here = requests
         # What was aborted in a queue goes without a word: no more are left than those that are not of this round.
         self._left = max(min(self._left, requests - self.came + self._ends), 0)
@@ -235,7 +236,7 @@ class RoundTracker:
 
 
 def _make_fresh_load(load: Load) -> Load:
-    """The same prompts, other responses: nothing is generated yet, nothing known of the families."""
+    """A load of the same prompts with other responses: nothing is generated yet, nothing known of the families."""
     _, families = np.unique(load.family, return_inverse=True)
     return replace(load, output=np.zeros_like(load.output), family=-1 - families)
 

@@ -1,4 +1,4 @@
-"""The coordinator as a state machine: it stands between the server and the ranks.
+"""The coordinator as a state machine (:class:`Coordinator`): it stands between the server and the ranks.
 
 Requests go to one leader; control requests go to all, and their replies are merged.  Switches are decided on and
 commanded in ``switching.py``.  The coordinator owns no socket and no clock: every event is a method call with the time,
@@ -78,15 +78,13 @@ class Replies:
         return sum(len(waiting) for waiting in self._waiting.values())
 
     def expect(self, control: Control, leaders: int) -> None:
-        """``control`` was sent to so many leaders; no-op if it has no reply."""
+        """Wait for the replies of ``leaders`` leaders to ``control``; no-op if it has no reply."""
         if control.reply:
             self._waiting.setdefault(control.reply, deque()).append(_Collect(control, leaders))
 
     def collect_reply(self, rank: int, obj: Any) -> list[tuple[Control, Any]] | None:
-        """A leader's reply: ``[(request, merged)]`` once those of all leaders are there, ``[]`` before.
-
-        None if it is no reply that is waited for.
-        """
+        """Collect a leader's reply: ``[(request, merged)]`` once those of all leaders are there, ``[]`` before.  None
+        if it is no reply that is waited for."""
         collect = self._find_collection(rank, obj)
         if collect is None:
             return None
@@ -112,13 +110,13 @@ class Replies:
 
 
 class Coordinator:
-    """Life cycle: in the base layout with no load; then one event after another, forever.
+    """The coordinator as a state machine: in the base layout with no load; then one event after another, forever.
 
     Args:
         policy: what ``config.policy`` names; made here if it needs no profile.
-        predictor: of the profile that it has, to be corrected by the steps of this run.
+        predictor: predictor of the policy's profile, to be corrected by the steps of this run.
         lending: says when ranks are lent; None where the policy does not predict.
-        costs: of switches, by the profile.
+        costs: costs of switches, by the profile.
     """
 
     def __init__(
@@ -137,10 +135,10 @@ class Coordinator:
         self.history = self._decisions.history
         self._backlog: deque[Generation | Control | m.SetSchedule] = deque()
         self._held_requests = self._in_engine = 0
-        """Requests in the backlog; at the leaders of the layout in force."""
+        """Requests in the backlog, and requests at the leaders of the layout in force."""
         self._replies = Replies()
         self._traces: dict[int, list[m.RankTrace]] = {}
-        """That were asked for and are not complete, by query."""
+        """Traces, by query, that were asked for and are not complete."""
         self._retracted = 0
         self._paused = False
         self._released: frozenset[str] = frozenset()
@@ -150,48 +148,48 @@ class Coordinator:
 
     @property
     def layout(self) -> ParallelLayout:
-        """The one in force."""
+        """The layout in force."""
         return self._switching.layout
 
     # -- events from the server -----------------------------------------------------------------
 
     def receive(self, event: Generation | Control | m.SetSchedule, now: float) -> None:
-        """A request from the TokenizerManager, or a schedule, which holds for those that come after it."""
+        """Handle a request from the TokenizerManager, or a schedule, which holds for those that come after it."""
         self._backlog.append(event)
         self._held_requests += isinstance(event, Generation)
         self._advance(now)
 
     def reconfigure(self, query: m.Reconfigure, now: float) -> None:
-        """``POST /pat/reconfigure``."""
+        """Handle ``POST /pat/reconfigure``."""
         self._switching.reconfigure(query, self._released)
         if self._switching.wanted is not None:
             self._advance(now)
 
     def lend_ranks(self, query: m.LendRanks, now: float) -> None:
-        """``POST /pat/lend_ranks`` and ``/pat/take_back_ranks``."""
+        """Handle ``POST /pat/lend_ranks`` and ``/pat/take_back_ranks``."""
         self._switching.lend_ranks(query, self._released, now)
         if self._switching.wanted is not None:
             self._advance(now)
 
     def decide_lending(self, query: m.LendingQuery, now: float) -> None:
-        """``POST /pat/lending``."""
+        """Handle ``POST /pat/lending``."""
         self._switching.decide_lending(query, self._in_engine + self._held_requests, now)
 
     def handle_round(self, message: m.BeginRound | m.EndRound, now: float) -> None:
-        """A client's round begins or ends."""
+        """Begin or end a client's round."""
         self._decisions.round.update_announced_round(message, now)
         self._advance(now)
 
     def calibrate(self, turn: m.CalibrationTurn, now: float) -> None:
-        """Before the first request of an engine whose policy predicts."""
+        """Calibrate before the first request of an engine whose policy predicts."""
         self._decisions.calibrate(turn, now)
 
     def handle_schedule_query(self, query: m.ScheduleQuery) -> None:
-        """``GET /pat/schedule``."""
+        """Handle ``GET /pat/schedule``."""
         self._schedule.answer_query(query)
 
     def handle_status_query(self, query: m.StatusQuery, now: float) -> None:
-        """``GET /pat/status``."""
+        """Handle ``GET /pat/status``."""
         leaders = {rank: self._leaders[rank] for rank in self.layout.working}
         groups = [{"leader": r, "ranks": self.layout.group(r), **leader.get_status()} for r, leader in leaders.items()]
         status = {
@@ -214,14 +212,14 @@ class Coordinator:
         self._outbox.send_to_server(m.StatusReply(query_id=query.query_id, status=status | self.account.get_status()))
 
     def handle_trace_query(self, query: m.TraceQuery, now: float) -> None:
-        """``Engine.trace()``: every rank is asked, as any may have led until the last switch."""
+        """Handle ``Engine.trace()``: every rank is asked, as any may have led until the last switch."""
         self._traces[query.query_id] = []
         self.receive(Control(obj=query), now)
 
     # -- events from the ranks --------------------------------------------------------------------
 
     def reply(self, rank: int, obj: Any, now: float) -> None:
-        """An object of SGLang's from leader ``rank``: a control reply, or something for the server as it is."""
+        """Pass on an object of SGLang's from leader ``rank``: a control reply, or something for the server as it is."""
         merged = self._replies.collect_reply(rank, obj)
         if merged is None:
             return self._outbox.send_to_server(obj)
@@ -234,7 +232,7 @@ class Coordinator:
         self._advance(now)
 
     def handle_rank_message(self, message: m.FromRank, now: float) -> None:
-        """One of our own messages from a rank."""
+        """Handle one of our own messages from a rank."""
         if isinstance(message, m.LoadReport):
             self._load_report(message, now)
         elif isinstance(message, m.RankTrace):
@@ -251,7 +249,7 @@ class Coordinator:
         self._advance(now)
 
     def _handle_trace_answer(self, trace: m.RankTrace) -> None:
-        """The answer of a rank; the server gets all of them as one with the last."""
+        """Collect the trace of a rank; the server gets all of them as one with the last."""
         traces = self._traces.get(trace.query_id)
         if traces is None:
             return  # nobody waits for it
@@ -263,7 +261,7 @@ class Coordinator:
             self._outbox.send_to_server(m.TraceReply(query_id=trace.query_id, steps=steps))
 
     def handle_timer(self, now: float) -> None:
-        """Time has passed."""
+        """Do what time alone makes due."""
         self._advance(now)
 
     # -- load ---------------------------------------------------------------------------------------
@@ -325,7 +323,7 @@ class Coordinator:
         self.account.record_state(now, self.layout.tp, works)
 
     def _renew_leases(self, now: float) -> None:
-        """Of clients whose requests are in the engine."""
+        """Renew the leases of clients whose requests are in the engine."""
         for rank in self.layout.working:
             report = self._leaders[rank].report
             for name in report.rounds if report else ():
@@ -359,7 +357,7 @@ class Coordinator:
         )
 
     def _refuse_controls(self, reason: str) -> None:
-        """Answer all that wait for the base layout; those that come later try anew."""
+        """Answer all requests that wait for the base layout; those that come later try anew."""
         waiting, self._backlog = self._backlog, deque()
         for event in waiting:
             if isinstance(event, Control) and event.needs_base:

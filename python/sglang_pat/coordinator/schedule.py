@@ -1,4 +1,5 @@
-"""Switches at given steps: ``--pat-policy schedule``, for tests and to repeat a decision log on a real engine.
+"""Switches at given steps (:class:`Schedule`): ``--pat-policy schedule``, for tests and to repeat a decision log on a
+real engine.
 
 A schedule is a list of entries, carried out one after another.  An entry says when it is due and which degree it
 leads to.  While a schedule is in force, every replica works until a point that the coordinator has set, holds there,
@@ -77,11 +78,11 @@ class Schedule:
         self._entries = tuple(entries)
         self._replicas: dict[int, _Replica] = {rank: _Replica() for rank in layout.leaders}
         self._base = None if any(entry.tokens is not None for entry in self._entries) else 0
-        """Tokens generated before this schedule: known once all replicas hold."""
+        """Tokens generated before this schedule; known once all replicas hold."""
         self._next = self._arrived = 0
         self._records: list[m.SwitchRecord] = []
         self._due = False
-        """An entry of this schedule is being carried out: another schedule may have been set meanwhile."""
+        """Whether an entry of this schedule is being carried out: another schedule may have been set meanwhile."""
 
     @property
     def over(self) -> bool:
@@ -104,7 +105,7 @@ class Schedule:
         self._answer_query(message.query_id)
 
     def answer_query(self, query: m.ScheduleQuery) -> None:
-        """Answered when the schedule is over."""
+        """Answer a query when the schedule is over."""
         if self.over:
             self._answer_query(query.query_id)
         else:
@@ -124,15 +125,15 @@ class Schedule:
     # -- events ---------------------------------------------------------------------------------------
 
     def record_arrival(self, request: Generation) -> None:
-        """A request was passed on to a replica."""
+        """Count a request that was passed on to a replica."""
         self._arrived += request.counts
 
     def record_response_end(self, tokens: int) -> None:
-        """A response of so many tokens has ended."""
+        """Count a response of ``tokens`` tokens that has ended."""
         self._ended_tokens += tokens
 
     def record_hold(self, message: m.HoldReport) -> None:
-        """A leader has come to the point that its last ``StepPermit`` set."""
+        """Note that a leader has come to the point that its last ``StepPermit`` set."""
         replica = self._replicas.get(message.rank)
         if replica is None or replica.number != message.number:
             return  # of a schedule that has been replaced
@@ -141,7 +142,7 @@ class Schedule:
         replica.batches += message.batches
 
     def record_switch(self, old: ParallelLayout, new: ParallelLayout) -> None:
-        """After a switch every replica holds; what the replicas of a group have done counts once."""
+        """Have every replica hold after a switch; what the replicas of a group have done counts once."""
         if self.over and not self._holding:
             self._replicas = {rank: _Replica() for rank in new.leaders}
             return
@@ -153,7 +154,7 @@ class Schedule:
             self._replicas[leader] = _Replica(held=True, steps=steps, batches=batches)
 
     def complete_entry(self, record: m.SwitchRecord | None) -> None:
-        """The entry that was due has been; ``record``: of its switch, None if there was none to make."""
+        """Complete the entry that was due; ``record``: of its switch, None if there was none to make."""
         if not self._due:
             return
         self._due = False
@@ -166,7 +167,7 @@ class Schedule:
     # -- what is to happen now ------------------------------------------------------------------------
 
     def advance(self, layout: ParallelLayout) -> m.ScheduleEntry | None:
-        """Tell the replicas how far to go; the entry that is due now, if one is."""
+        """Tell the replicas how far to go; returns the entry that is due now, if one is."""
         if self.over:
             for rank, replica in self._replicas.items():
                 if replica.held and not self._holding:
@@ -200,7 +201,8 @@ class Schedule:
         return None
 
     def _is_due(self, entry: m.ScheduleEntry, busy: list[int], left: int | None) -> bool:
-        """Where all replicas with requests hold; ``left``: tokens yet to be generated, where the entry counts them."""
+        """Whether an entry is due where all replicas with requests hold; ``left``: tokens yet to be generated, where
+        the entry counts them."""
         if left is not None:
             return left <= 0
         for name, point in (("steps", entry.step), ("batches", entry.batch)):
@@ -212,9 +214,8 @@ class Schedule:
     def _compute_next_point(
         self, entry: m.ScheduleEntry, rank: int, alive: int, left: int | None
     ) -> dict[str, int] | None:
-        """How far a replica that holds may go on towards ``entry``, in fields of ``StepPermit``; None if it has to
-        wait for
-        the others."""
+        """Fields of the ``StepPermit`` by which a replica that holds may go on towards ``entry``; None if it has to
+        wait for the others."""
         replica = self._replicas[rank]
         if left is not None:
             # Never far beyond it, as a step gives each request a token: nearer with every stop.
@@ -226,7 +227,7 @@ class Schedule:
         return None
 
     def _count_generated_tokens(self, layout: ParallelLayout) -> int | None:
-        """Tokens generated so far; None if a leader has yet to list its requests."""
+        """Number of tokens generated so far; None if a leader has yet to list its requests."""
         leaders = [self._leaders[rank] for rank in layout.leaders]
         if not all(leader.known for leader in leaders):
             return None

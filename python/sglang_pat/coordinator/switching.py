@@ -1,4 +1,5 @@
-"""Switches as the coordinator sees them: who wants one, when it begins, its commands, and how it ended.
+"""Switches as the coordinator sees them (:class:`Switching`): who wants one (``wanted``), when it begins and its
+commands (``advance``), and how it ended (``handle_answer``).
 
 A switch is prepared while decoding goes on; then grammars are compiled, if need be; then it is commanded, or cancelled.
 What the ranks do meanwhile is in ``switch/executor.py``.  There is at most one at a time, and a switch and a control
@@ -31,8 +32,8 @@ BASE_ATTEMPTS = 3
 one no KV moves, for which there may be no memory."""
 
 RETRY_SECONDS = 60.0
-"""Between two attempts to take ranks back whose lease is over: a trainer may still have their memory.  An attempt that
-finds none stops nobody."""
+"""Seconds between two attempts to take ranks back whose lease is over: a trainer may still have their memory.  An
+attempt that finds none stops nobody."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Traffic:
     Attributes:
         in_engine: requests at the leaders of the layout in force; ``held``: those that wait in the coordinator.
         controls: control requests that are not answered yet.
-        paused: by a client.
+        paused: whether a client has paused generation.
         released: memory that was given away, by SGLang's tags.
         in_round: a round that was announced goes on.
     """
@@ -64,7 +65,7 @@ class ActiveSwitch:
         commanded: decoding may have stopped already: what arrives waits.
         compiling: the current command is the second part of the preparation.
         prepared: answers to PREPARE, or to its second part, by rank.
-        reports: of the ranks that have switched.
+        reports: accounts of the ranks that have switched.
         early: load reports of ranks that already work in the new layout while others still switch.
     """
 
@@ -90,7 +91,7 @@ class Switching:
     Args:
         leaders: the coordinator's, by rank.
         account: what ended is added to.
-        costs: of switches, by the profile.
+        costs: costs of switches, by the profile.
 
     Attributes:
         layout: in force.
@@ -116,14 +117,14 @@ class Switching:
         self._costs = costs
         self._epoch = self._base_attempts = 0
         self._given: dict[int, m.MemoryReleased] = {}
-        """The last that each rank has said of its memory."""
+        """Last message of each rank about its memory."""
         self._lending: tuple[int, m.SwitchRecord, set[int]] | None = None
         """The query that has lent ranks and is answered when they have given their memory away: its number, the record
         of its switch, and these ranks."""
         self._lease: Lease | None = None
-        """Of whoever was lent ranks last; None: of nobody, as those that a schedule lends."""
+        """Lease of the client that was lent ranks last; None: nobody has one, as where a schedule lends."""
         self._last_attempt = float("-inf")
-        """To take back what has no lease any more."""
+        """Time of the last attempt to take back ranks without a lease."""
 
     @property
     def at_base(self) -> bool:
@@ -148,13 +149,13 @@ class Switching:
     # -- who wants a switch -------------------------------------------------------------------------
 
     def want_base(self) -> None:
-        """A control request needs the base layout."""
+        """Want the base layout, which a control request needs."""
         if self.under_way is None and (self.wanted is None or self.wanted.query_id is None):
             again = m.NO_KV if self._base_attempts else 0
             self.wanted = WantedSwitch(self._config.base, "control", recompute_below=again)
 
     def reconfigure(self, query: m.Reconfigure, released: frozenset[str]) -> None:
-        """``POST /pat/reconfigure``: answered when the switch is over, or at once with what it would do."""
+        """Handle ``POST /pat/reconfigure``: answered when the switch is over, or at once with what it would do."""
         try:
             target = self._config.layout(query.tp, self.layout.stride)
         except ValueError as error:
@@ -172,7 +173,7 @@ class Switching:
         self.wanted = WantedSwitch(target, CALIBRATION if self._decisions.calibrating else "request", query.query_id)
 
     def _predict_seconds(self, target: ParallelLayout) -> dict[str, Any]:
-        """For how long nothing would be decoded."""
+        """Predicted seconds in which a switch would let nothing be decoded, or why that is not known."""
         if self._costs is None:
             return {"expected_seconds": None, "why": "without a profile (--pat-profile) times cannot be predicted"}
         load = sum_load(self._leaders, self.layout.working)
@@ -183,7 +184,8 @@ class Switching:
         return {"expected_seconds": cost.seconds}
 
     def lend_ranks(self, query: m.LendRanks, released: frozenset[str], now: float) -> None:
-        """``POST /pat/lend_ranks`` and ``/pat/take_back_ranks``: answered when the switch is over, or at once."""
+        """Handle ``POST /pat/lend_ranks`` and ``/pat/take_back_ranks``: answered when the switch is over, or at
+        once."""
         self._leases.hear(query.client, now)
         try:
             if query.stride != 1:
@@ -207,7 +209,7 @@ class Switching:
         self.wanted = WantedSwitch(self._choose_lent(query.stride), reason, query.query_id)
 
     def decide_lending(self, query: m.LendingQuery, requests: int, now: float) -> None:
-        """``POST /pat/lending``: answered at once.
+        """Handle ``POST /pat/lending``: answered at once.
 
         Args:
             requests: in the engine and in the backlog.
@@ -220,7 +222,7 @@ class Switching:
         self._reply(query.query_id, 200, "", asdict(decision))
 
     def describe_lease(self, now: float) -> dict[str, Any] | None:
-        """For ``/pat/status``: of the ranks that are lent now."""
+        """The lease of the ranks that are lent now, for ``/pat/status``."""
         if self._lease is None or self.layout.stride == 1:
             return None
         left = self._lease.get_seconds_left(now)
@@ -302,7 +304,7 @@ class Switching:
 
     @staticmethod
     def _make_command(switch: ActiveSwitch) -> dict[str, Any]:
-        """Fields of ``Prepare`` and of ``Switch``."""
+        """Fields of ``Prepare`` and of ``Switch`` for the switch under way."""
         target = switch.target
         return dict(
             epoch=switch.epoch, tp=target.tp, stride=target.stride, recompute_below=switch.wanted.recompute_below
@@ -310,7 +312,7 @@ class Switching:
 
     @property
     def _prepared(self) -> bool:
-        """All ranks are, and the switch is not commanded yet."""
+        """Whether all ranks are prepared, and the switch is not commanded yet."""
         switch = self.under_way
         return switch is not None and not switch.commanded and len(switch.prepared) == self._config.num_ranks
 
@@ -331,12 +333,13 @@ class Switching:
     # -- what the ranks answer ------------------------------------------------------------------------
 
     def keep_early_report(self, report: m.LoadReport) -> None:
-        """Of a rank that is ahead of others.  Ranks report on a change only: dropped, this one might not come again."""
+        """Keep the report of a rank that is ahead of others.  Ranks report on a change only: dropped, this one might
+        not come again."""
         if self._commanded and is_report_of(report, self._switch.target):
             self._switch.early[report.rank] = report
 
     def handle_answer(self, message: m.Prepared | m.RankSwitched, now: float) -> str:
-        """The answer of a rank; returns why the engine gave up to get to the base layout, "" if it did not.
+        """Handle the answer of a rank; returns why the engine gave up to get to the base layout, "" if it did not.
 
         Raises:
             RuntimeError: the ranks disagree about the end, or lost requests.
@@ -362,7 +365,7 @@ class Switching:
         return ""
 
     def _compile(self) -> None:
-        """Each rank compiles the grammars of those groups that it joins."""
+        """Have each rank compile the grammars of those groups that it joins."""
         switch = self._switch
         named = {rank: switch.prepared[rank].grammars for rank in switch.source.leaders}
         switch.compiling, switch.prepared = True, {}
@@ -440,12 +443,12 @@ class Switching:
         return record.error if gave_up else ""
 
     def record_release(self, message: m.MemoryReleased) -> None:
-        """A rank that was lent has given its memory away, or could not."""
+        """Note that a rank that was lent has given its memory away, or could not."""
         self._given[message.rank] = message
         self._answer_when_given()
 
     def _answer_when_given(self) -> None:
-        """To whoever has lent ranks: their memory is free only then."""
+        """Answer whoever has lent ranks, as soon as their memory is free."""
         if self._lending is None:
             return
         query_id, record, ranks = self._lending
@@ -458,7 +461,7 @@ class Switching:
         self._reply(query_id, 500 if error else 200, error and f"ranks are lent, but {error}", answer)
 
     def _enter_layout(self, switch: ActiveSwitch) -> None:
-        """The new leaders' load: what they have reported already, or else what they were handed."""
+        """Set the new leaders' load: what they have reported already, or else what they were handed."""
         self.layout = switch.target
         for rank in self.layout.leaders:
             leader, reply = self._leaders[rank], switch.reports[rank]

@@ -1,4 +1,4 @@
-"""Where the ranks of a node find one another: a store that listens on loopback only.
+"""The meeting point of a node's ranks: a store that listens on loopback only.
 
 torch's own ``tcp://`` store listens on all interfaces, whatever address it is given.  And its port has to be chosen
 seconds before rank 0 listens there, while other programs choose theirs::
@@ -70,7 +70,7 @@ def _meet(url: str, timeout: timedelta = default_pg_timeout, **_: object) -> Ite
 
 
 def _read_port(file: Path, timeout: timedelta) -> int:
-    """The port that rank 0 has written.  Raises TimeoutError: it has not."""
+    """Port that rank 0 has written.  Raises TimeoutError: it has not."""
     end = time.monotonic() + timeout.total_seconds()
     while not file.exists():
         if time.monotonic() > end:

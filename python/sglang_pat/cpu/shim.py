@@ -83,8 +83,8 @@ def install_for_children() -> None:
     with ``-I`` or ``-E`` ignores ``PYTHONPATH`` and is not reached.
     """
     ours = str(CHILD_SITE_DIR)
-    rest = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != ours]
-    os.environ["PYTHONPATH"] = os.pathsep.join([ours, *rest])
+    entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != ours]
+    os.environ["PYTHONPATH"] = os.pathsep.join([ours, *entries])
 
 
 class _StubModule(types.ModuleType):
@@ -150,7 +150,7 @@ class _TorchWithoutPinning(types.ModuleType):
 
 
 def _pin_nothing(module: types.ModuleType) -> None:
-    """Without CUDA, ``pin_memory=True`` in ``module`` makes a plain tensor, not an error."""
+    """Let ``pin_memory=True`` in ``module`` make a plain tensor, not an error, where there is no CUDA."""
     if not module.torch.cuda.is_available():
         module.torch = _TorchWithoutPinning(module.torch)
 

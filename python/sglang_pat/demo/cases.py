@@ -66,7 +66,7 @@ class LognormalBatch:
 
 
 @dataclass(frozen=True)
-class Case:
+class DemoCase:
     """A model, an emulated link (µs:GB/s) or :data:`NATURAL`, and the work."""
 
     model: str
@@ -106,11 +106,12 @@ def _make_tiny_model() -> Path:
 
 
 MAKERS: dict[str, Callable[[], Path]] = {SMOLLM2: _make_smollm2, WIDE: _make_wide_model, TINY: _make_tiny_model}
-"""By name; each returns the folder of its model, made on first use."""
+"""Makers of models by name; each returns the folder of its model, made on first use."""
 
 BANDWIDTH = "5:0.03"
 """A link with which tp2 over tp1 is, of ``wide`` at batch 128, what TP8 over TP2 is of 8×A40 in the paper (1.26)."""
 
-CASE = Case(WIDE, BANDWIDTH, LognormalBatch(64, 24, 1.0, 320))
-"""Of the demonstration.  An emulated link: over shared memory these two ranks are as fast in one layout all along."""
-QUICK = {"quick": Case(TINY, NATURAL, LognormalBatch(16, 24, 1.0, 200))}
+CASE = DemoCase(WIDE, BANDWIDTH, LognormalBatch(64, 24, 1.0, 320))
+"""The case of the demonstration.  Its link is emulated: over shared memory these two ranks are as fast in one layout
+all along."""
+QUICK = {"quick": DemoCase(TINY, NATURAL, LognormalBatch(16, 24, 1.0, 200))}

@@ -18,26 +18,27 @@ from rich.table import Table
 
 from sglang_pat import files
 from sglang_pat.demo import cases
-from sglang_pat.demo.cases import Case
+from sglang_pat.demo.cases import DemoCase
 from sglang_pat.tools import console
 from sglang_pat.tools.console import Speaker
 
 if TYPE_CHECKING:
-    from sglang_pat.demo.contest import Result, StepTime
+    from sglang_pat.demo.contest import ContestResult, StepTime
 
 MINUTES = 8.0
 ROUNDS = {True: (1, 1), False: (2, 5)}
-"""Rounds, quick or not: at least, at most."""
+"""Least and most rounds, by whether the demonstration is quick."""
 CONCLUSION_SECONDS = 15.0
-"""Kept for table and picture, and for the end of the engines."""
+"""Seconds kept for table and picture, and for the end of the engines."""
 GRID = "batch=1,4,16,48;context=64;lone=1;prefill_batch=1,8;prefill_length=32;switch_requests=8;switch_context=64"
 QUICK_GRID = "batch=1,4,8;context=64;lone=1;prefill_batch=1;prefill_length=32;switch_requests=4;switch_context=64"
 BUDGET = {True: "15s", False: "80s"}
-"""Of a sweep, quick or not; the start of its engine, which takes up to half of it, counts."""
+"""Budget of a sweep, by whether the demonstration is quick; the start of its engine, which takes up to half of it,
+counts."""
 EVEN = 0.02
 """Times nearer to each other than this share are level."""
 WRONG_SHARE = 0.05
-"""Where more responses than this differ between the layouts, it is not rounding."""
+"""Share of responses that may differ between the layouts by rounding."""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -75,37 +76,39 @@ def main(argv: list[str] | None = None) -> int:
 
 def demonstrate(args: argparse.Namespace, place: Console) -> int:
     from sglang_pat.demo import picture
-    from sglang_pat.demo.contest import Result, predict_step_times, run_rounds, sweep_profile
+    from sglang_pat.demo.contest import ContestResult, predict_step_times, run_rounds, sweep_profile
     from sglang_pat.testing.prefork import ENVIRONMENT, Prefork
     from sglang_pat.tools.machine import describe_machine
 
     begin = time.monotonic()
     os.environ.update(ENVIRONMENT)
-    speaker, about = Speaker(place), describe_machine()
+    speaker, machine = Speaker(place), describe_machine()
     case = cases.QUICK["quick"] if args.quick else cases.CASE
     lengths = case.work.compute_lengths()
     described = f"{case.model}, {case.link_name}; {len(lengths)} prompts, {lengths[0]} to {lengths[-1]} tokens long"
-    speaker.say(f"{about['cores']} cores of {about['cpu']}; {args.minutes:g} minutes at most\n{described}")
+    speaker.say(f"{machine['cores']} cores of {machine['cpu']}; {args.minutes:g} minutes at most\n{described}")
     model = make_model(case, speaker)
     with ExitStack() as stack:
         prefork = stack.enter_context(Prefork()) if may_fork() else None
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang_pat_demo_")))
         grid = QUICK_GRID if args.quick else GRID
-        found = sweep_profile(case, model, folder / "profile.json", BUDGET[args.quick], grid, speaker, prefork)
-        steps = predict_step_times(found, tuple(sorted({1, 4, 16, case.work.batch})))
+        profile = sweep_profile(case, model, folder / "profile.json", BUDGET[args.quick], grid, speaker, prefork)
+        steps = predict_step_times(profile, tuple(sorted({1, 4, 16, case.work.batch})))
         speaker.say(f"  {format_step_times(steps)}")
         more = make_stop_rule(begin + 60 * args.minutes - CONCLUSION_SECONDS, *ROUNDS[args.quick])
-        result = Result(steps, run_rounds(case, model, found, more, speaker, prefork))
+        result = ContestResult(steps, run_rounds(case, model, profile, more, speaker, prefork))
     speaker.console.print(make_table(result))
     responses = result.count_responses()
     same = f"texts equal in all layouts: {responses - result.count_different()} of {responses}"
     speaker.say(f"\n{format_headline(result)}\n{same}")
-    content = {"machine": about, "case": case, "steps": steps, "rounds": result.rounds} | {
+    content = {"machine": machine, "case": case, "steps": steps, "rounds": result.rounds} | {
         "median_seconds": {name: result.compute_median(name) for name in result.contenders}
     }
     args.out.mkdir(parents=True, exist_ok=True)
     files.write(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n", args.out / "demo.json")
-    footer = f"{described}. {about['cores']} CPU cores ({about['cpu']}), rounds in turns: {len(result.rounds)}; {same}"
+    footer = (
+        f"{described}. {machine['cores']} CPU cores ({machine['cpu']}), rounds in turns: {len(result.rounds)}; {same}"
+    )
     picture.draw(result, format_headline(result), footer, args.out / "demo.png")
     speaker.say(f"picture: {args.out / 'demo.png'}\nfigures: {args.out / 'demo.json'}")
     speaker.say(f"{time.monotonic() - begin:.0f} s in all")
@@ -120,8 +123,8 @@ def may_fork() -> bool:
     return shim.is_needed()
 
 
-def make_model(case: Case, speaker: Speaker) -> Path:
-    """Its folder."""
+def make_model(case: DemoCase, speaker: Speaker) -> Path:
+    """Make the case's model, and return its folder."""
     from sglang_pat.demo.contest import DemoError
 
     try:
@@ -132,42 +135,42 @@ def make_model(case: Case, speaker: Speaker) -> Path:
 
 
 def make_stop_rule(over: float, least: int, most: int) -> Callable[[int, float], bool]:
-    """Whether there is another round: if it is likely to end in time."""
+    """A rule whether there is another round: if it is likely to end in time."""
     return lambda done, longest: done < least or (done < most and time.monotonic() + longest < over)
 
 
-def format_headline(result: Result) -> str:
+def format_headline(result: ContestResult) -> str:
     """The message: the adaptive engine against both static layouts, by the medians."""
     better, worse = result.static
     ours = result.compute_median(result.contenders[-1])
     ratio = result.compute_median(better) / ours
     level = abs(ratio - 1) <= EVEN
-    said = f"as fast as {better}" if level else f"{ratio:.2f} times as fast as {better}, the better static layout"
-    return f"Adaptive is {said}, and {result.compute_median(worse) / ours:.2f} times as fast as {worse}"
+    comparison = f"as fast as {better}" if level else f"{ratio:.2f} times as fast as {better}, the better static layout"
+    return f"Adaptive is {comparison}, and {result.compute_median(worse) / ours:.2f} times as fast as {worse}"
 
 
 def format_step_times(times: list[StepTime]) -> str:
     """The measured step times in one line."""
-    said = (f"{' / '.join(f'{s * 1e3:.0f}' for s in t.seconds.values())} ms with {t.requests}" for t in times)
-    return f"a decode step takes, as {' / '.join(times[0].seconds)}: {', '.join(said)} requests"
+    texts = (f"{' / '.join(f'{s * 1e3:.0f}' for s in t.seconds.values())} ms with {t.requests}" for t in times)
+    return f"a decode step takes, as {' / '.join(times[0].seconds)}: {', '.join(texts)} requests"
 
 
-def make_table(result: Result) -> Table:
+def make_table(result: ContestResult) -> Table:
     """One row a contender."""
-    made = Table(box=None)
+    table = Table(box=None)
     for name in ("", "seconds, median", "rounds", "other programs", "switches"):
-        made.add_column(name, justify="right" if name else "left", no_wrap=True)
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for at, name in enumerate(result.contenders):
         runs = [of_round[at] for of_round in result.rounds]
-        made.add_row(
+        table.add_row(
             name, f"{result.compute_median(name):.1f}", " ".join(f"{run.seconds:.1f}" for run in runs),
             f"{max(run.others for run in runs):.0%} of the cores",
             " ".join(str(sum(bool(switch.requests) for switch in run.switches)) for run in runs),
         )  # fmt: skip
-    return made
+    return table
 
 
-def verify(result: Result) -> None:
+def verify(result: ContestResult) -> None:
     """Raises DemoError if a switch failed, or if responses differ that should be equal."""
     from sglang_pat.demo.contest import DemoError
 

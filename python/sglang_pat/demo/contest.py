@@ -1,4 +1,4 @@
-"""One case: the static layouts and the adaptive engine, in turns, on the same batches.
+"""One case (:func:`run_rounds`): the static layouts and the adaptive engine, in turns, on the same batches.
 
 Both servers are alive all the time; the one whose turn it is not is stopped (SIGSTOP).
 """
@@ -21,7 +21,7 @@ import psutil
 
 from sglang_pat.coordinator.round_tracker import ALIKE
 from sglang_pat.cpu.shm import LINK_ENV
-from sglang_pat.demo.cases import NATURAL, Case
+from sglang_pat.demo.cases import NATURAL, DemoCase
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import load
@@ -40,11 +40,11 @@ RANKS = ("--tp", "1", "--dp", "2", "--max-running-requests", "128", "--device", 
 KV_TOKENS = 20_000
 
 WARM_REQUESTS, WARM_TOKENS = 8, 4
-"""Of the runs that do not count, and the length of their responses.  The adaptive engine gets ``ALIKE`` whole batches
-of this length, too: then policies know how large a round is (``coordinator/round_tracker.py``)."""
+"""Requests of the runs that do not count, and the tokens of their responses.  The adaptive engine gets ``ALIKE`` whole
+batches of this length, too: then policies know how large a round is (``coordinator/round_tracker.py``)."""
 
 RETURN_SECONDS = 30.0
-"""How long an engine that has run empty may take to go back to its base layout."""
+"""Seconds that an engine that has run empty may take to go back to its base layout."""
 
 
 class DemoError(Exception):
@@ -53,7 +53,7 @@ class DemoError(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """``end``: seconds after the first request."""
+    """A response; ``end``: seconds after the first request."""
 
     end: float
     tokens: int
@@ -61,8 +61,9 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Switch:
-    """``at``: seconds after the first request, without the preparation; ``pause``: seconds; what was alive."""
+class SwitchMark:
+    """A switch; ``at``: seconds after the first request, without the preparation; ``pause``: seconds; what was
+    alive."""
 
     from_tp: int
     to_tp: int
@@ -74,12 +75,12 @@ class Switch:
 
 
 @dataclass(frozen=True)
-class Run:
+class BatchRun:
     """One batch in a static layout, or with the policy; ``others``: share of the cores that other programs took."""
 
     contender: str
     answers: list[Answer]
-    switches: list[Switch]
+    switches: list[SwitchMark]
     others: float
 
     @property
@@ -100,18 +101,18 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class Result:
+class ContestResult:
     """Step times, and the runs of each round, one of each contender; the last contender is the adaptive engine."""
 
     steps: list[StepTime]
-    rounds: list[list[Run]]
+    rounds: list[list[BatchRun]]
 
     @property
     def contenders(self) -> list[str]:
         return [run.contender for run in self.rounds[0]]
 
     def list_seconds(self, contender: str) -> list[float]:
-        """Of its batches, by round."""
+        """Seconds of a contender's batches, by round."""
         at = self.contenders.index(contender)
         return [runs[at].seconds for runs in self.rounds]
 
@@ -124,12 +125,12 @@ class Result:
         return sorted(self.contenders[:-1], key=self.compute_median)
 
     def count_different(self) -> int:
-        """Responses of all rounds whose texts are not the same with all contenders."""
+        """Number of responses of all rounds whose texts are not the same with all contenders."""
         texts = (zip(*([answer.text for answer in run.answers] for run in runs), strict=True) for runs in self.rounds)
         return sum(len(set(of_one)) > 1 for of_round in texts for of_one in of_round)
 
     def count_responses(self) -> int:
-        """Responses of all rounds, of one contender."""
+        """Number of responses of all rounds, of one contender."""
         return sum(len(runs[0].answers) for runs in self.rounds)
 
 
@@ -138,11 +139,11 @@ def make_link_environment(link: str) -> dict[str, str]:
 
 
 def sweep_profile(
-    case: Case, model: Path, out: Path, budget: str, grid: str, speaker: Speaker, prefork: Prefork | None
+    case: DemoCase, model: Path, out: Path, budget: str, grid: str, speaker: Speaker, prefork: Prefork | None
 ) -> Path:
     """The profile of this model over this link, at ``out``; a file that is there is gone on with.
 
-    ``budget`` and ``grid``: as ``profiler.sweep`` takes them.
+    ``budget`` and ``grid``: arguments of ``profiler.sweep``.
 
     Raises:
         DemoError: the sweep failed; with what it said.
@@ -152,19 +153,19 @@ def sweep_profile(
     argv += ["--dtype", "float32", "--max-total-tokens", str(KV_TOKENS)]
     environment = {name: value for name, value in os.environ.items() if name != LINK_ENV}
     environment |= programs.ENVIRONMENT | make_link_environment(case.link)
-    said: list[str] = []
+    output: list[str] = []
     with speaker.show_waiting(f"profiling both layouts of {case.model}, {case.link_name}: {budget} at most"):
         files = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         process = programs.popen(prefork, "profiler.sweep", argv, environment, **files)
         try:
             for line in process.stdout or ():
-                said.append(line)
+                output.append(line)
                 speaker.say(f"  {line.rstrip()}")
             code = process.wait()
         finally:
             process.kill()
     if code:
-        raise DemoError(f"profiler.sweep failed (exit code {code}):\n{''.join(said)[-3000:]}")
+        raise DemoError(f"profiler.sweep failed (exit code {code}):\n{''.join(output)[-3000:]}")
     return out
 
 
@@ -189,7 +190,7 @@ class Contender:
     def __init__(self, name: str, server: Server, layout: ParallelLayout | None) -> None:
         self.name, self.server, self.layout = name, server, layout
 
-    def run(self, bodies: list[dict[str, Any]]) -> Run:
+    def run(self, bodies: list[dict[str, Any]]) -> BatchRun:
         """Send the batch at once, wait for its last answer.
 
         Raises:
@@ -201,14 +202,14 @@ class Contender:
         meter = Meter([psutil.Process(), psutil.Process(self.server.process.pid), *self.server.list_children()])
         began, answers = asyncio.run(_send(self.server, bodies))
         others = meter.share()
-        wanted = [body["sampling_params"]["max_new_tokens"] for body in bodies]
-        if [answer.tokens for answer in answers] != wanted:
+        lengths = [body["sampling_params"]["max_new_tokens"] for body in bodies]
+        if [answer.tokens for answer in answers] != lengths:
             raise DemoError(f"{self.name}: a response is shorter or longer than asked for")
         status = self._return_to_base()
-        return Run(self.name, answers, parse_switches(status, began, status["num_switches"] - before), others)
+        return BatchRun(self.name, answers, parse_switches(status, began, status["num_switches"] - before), others)
 
     def _return_to_base(self) -> dict[str, Any]:
-        """The status once the engine is empty, and, if it is adaptive, in its base layout."""
+        """Wait until the engine is empty and, if it is adaptive, in its base layout; returns its status."""
         begin = time.monotonic()
         while True:
             status = self.server.status()
@@ -220,7 +221,7 @@ class Contender:
 
 
 async def _send(server: Server, bodies: list[dict[str, Any]]) -> tuple[float, list[Answer]]:
-    """The unix time of the first request, and the answers."""
+    """Send the requests; returns the unix time of the first one, and the answers."""
     async with server.session() as session:
         began = time.time()
 
@@ -231,11 +232,11 @@ async def _send(server: Server, bodies: list[dict[str, Any]]) -> tuple[float, li
         return began, await asyncio.gather(*map(one, bodies))
 
 
-def parse_switches(status: dict[str, Any], began: float, made: int) -> list[Switch]:
+def parse_switches(status: dict[str, Any], began: float, made: int) -> list[SwitchMark]:
     """The last ``made`` switches of a ``/pat/status``; ``began`` is the unix time of the run's beginning."""
     records = status["switches"]
     return [
-        Switch(
+        SwitchMark(
             at=record["started"] + record["phases"].get("prepare", 0.0) - began,
             pause=record["pause_seconds"],
             **{name: record[name] for name in ("from_tp", "to_tp", "requests", "tokens", "error")},
@@ -245,13 +246,13 @@ def parse_switches(status: dict[str, Any], began: float, made: int) -> list[Swit
 
 
 def run_rounds(
-    case: Case,
+    case: DemoCase,
     model: Path,
     profile: Path,
     more: Callable[[int, float], bool],
     speaker: Speaker,
     prefork: Prefork | None = None,
-) -> list[list[Run]]:
+) -> list[list[BatchRun]]:
     """The rounds of a case.
 
     Args:
@@ -264,7 +265,7 @@ def run_rounds(
         contenders = _start_contenders(case, model, profile, speaker, prefork, stack)
         servers = list({contender.server: None for contender in contenders})
 
-        def run(contender: Contender, bodies: list[dict[str, Any]], doing: str) -> Run:
+        def run(contender: Contender, bodies: list[dict[str, Any]], doing: str) -> BatchRun:
             others = (server for server in servers if server is not contender.server)
             with suspend(*others), speaker.show_waiting(f"{doing}, {contender.name}"):
                 return _call_with_server_log(contender.server, partial(contender.run, bodies))
@@ -277,7 +278,7 @@ def run_rounds(
                 case.work.make_requests(number, WARM_TOKENS),
                 f"warming up, whole batch {number} of {ALIKE}",
             )
-        rounds: list[list[Run]] = []
+        rounds: list[list[BatchRun]] = []
         longest = 0.0
         while not rounds or more(len(rounds), longest):
             began, number = time.monotonic(), len(rounds)
@@ -294,7 +295,7 @@ def run_rounds(
 
 
 def _start_contenders(
-    case: Case, model: Path, profile: Path, speaker: Speaker, prefork: Prefork | None, stack: ExitStack
+    case: DemoCase, model: Path, profile: Path, speaker: Speaker, prefork: Prefork | None, stack: ExitStack
 ) -> list[Contender]:
     servers: list[Server] = []
     for flags in (["--pat-policy", "manual"], ["--pat-policy", POLICY, "--pat-profile", str(profile)]):
@@ -321,7 +322,7 @@ def _start_contenders(
 
 
 def _call_with_server_log(server: Server, what: Callable[[], T]) -> T:
-    """``what()``; whatever goes wrong is a DemoError with the end of the server's log."""
+    """Call ``what``; whatever goes wrong is a DemoError with the end of the server's log."""
     try:
         return what()
     except (DemoError, KeyboardInterrupt):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sglang_pat.demo.contest import ADAPTIVE, HIGH, LOW, Result
+from sglang_pat.demo.contest import ADAPTIVE, HIGH, LOW, ContestResult
 from sglang_pat.tools import pictures
 
 COLORS = {f"static {LOW}": pictures.LAYOUT[0], f"static {HIGH}": pictures.LAYOUT[1], ADAPTIVE: pictures.OURS}
 
 
-def draw(result: Result, message: str, about: str, path: Path) -> Path:
+def draw(result: ContestResult, message: str, about: str, path: Path) -> Path:
     figure, (axes,) = pictures.make_panels(1, width=7.6, height=4.4)
     for place, name in enumerate(result.contenders):
         rounds, median = result.list_seconds(name), result.compute_median(name)

@@ -1,5 +1,5 @@
-"""What the coordinator knows of SGLang's requests: which are for one leader, and of control requests how replies are
-merged, which need the base layout, and how one is refused."""
+"""What the coordinator knows of SGLang's requests: which are for one leader, and of control requests (:data:`CONTROLS`)
+how replies are merged, which need the base layout, and how one is refused (:func:`make_error_reply`)."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _sum_loads(replies: list[io.GetLoadsReqOutput]) -> io.GetLoadsReqOutput:
 
 
 def _all_or_error(replies: list[Any]) -> Any:
-    """For replies that cannot say that something failed: the first one with an error of :func:`make_error_reply`, or
-    just one."""
+    """The first reply with an error of :func:`make_error_reply`, or just one: for replies that cannot say that
+    something failed."""
     return next((reply for reply in replies if get_error(reply)), replies[0])
 
 
@@ -143,7 +143,7 @@ def find_effects(obj: Any) -> dict[str, Any]:
 
 
 def make_error_reply(obj: Any, error: Exception) -> Any:
-    """What a leader answers to a request whose handling raised ``error``; None if nobody waits for an answer."""
+    """The answer of a leader to a request whose handling raised ``error``; None if nobody waits for an answer."""
     message = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
     if isinstance(obj, SINGLES):
         return io.AbortReq(rid=obj.rid, finished_reason=FINISH_ABORT(message, HTTPStatus.BAD_REQUEST).to_json())
@@ -161,7 +161,7 @@ def make_error_reply(obj: Any, error: Exception) -> Any:
 
 
 def get_error(reply: Any) -> str:
-    """What :func:`make_error_reply` was given for this reply; "" for any other."""
+    """The error that :func:`make_error_reply` was given for this reply; "" for any other reply."""
     return getattr(reply, "pat_error", "")
 
 

@@ -1,4 +1,4 @@
-"""Which of several engines gets the next request.  Pure: no clock, no sockets.
+"""The choice among several engines for the next request (:class:`Balancer`).  Pure: no clock, no sockets.
 
 A request goes to where it decodes at once, and there to the engine with the fewest requests a GPU; where all engines
 are full, to the one that is expected to be done first.  A session stays where its prefix is, as long as that engine is
@@ -21,7 +21,7 @@ TOLERANCE = 0.1
 PREFILLS = 0.1
 """Share of an engine's requests that may wait, for their prefill, without it being full; one a replica in any case."""
 SESSIONS = 1 << 20
-"""Sessions that are remembered."""
+"""Number of sessions that are remembered."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class EngineReport:
     """What an engine last said of itself.
 
     Attributes:
-        gpus: it owns.
+        gpus: number of its GPUs.
         replicas: in its layout.
         slots: requests that it decodes at once, in this layout.
         waiting: requests that wait for a slot, for KV or for their prefill.
@@ -50,7 +50,7 @@ class EngineReport:
 
     @classmethod
     def from_status(cls, status: Mapping[str, Any], max_running: int | None) -> EngineReport:
-        """What ``/pat/status`` says.
+        """A report from what ``/pat/status`` says.
 
         Args:
             max_running: requests that a replica decodes at once, in any layout; None if memory is the only bound.
@@ -75,7 +75,7 @@ class EngineState:
     Attributes:
         in_flight: requests that are there, by our own count; ``reported``: that were when it last reported.
         report: the last one.
-        lost: it does not answer.
+        lost: whether it does not answer.
     """
 
     in_flight: int = 0
@@ -101,7 +101,7 @@ class EngineState:
 
     @property
     def load(self) -> float:
-        """Requests a GPU."""
+        """Requests in flight for each GPU."""
         return self.in_flight / self.report.gpus
 
 
@@ -110,14 +110,14 @@ class Balancer:
 
     Args:
         margin: see :data:`MARGIN`.
-        seed: of the choice between equals.
+        seed: seed of the choice between equals.
     """
 
     def __init__(self, margin: float = MARGIN, seed: int = 0) -> None:
         self.engines: dict[str, EngineState] = {}
         self.sessions: OrderedDict[str, str] = OrderedDict()
         self.moved = 0
-        """Sessions that went to another engine."""
+        """Number of sessions that went to another engine."""
         self._margin, self._random = margin, random.Random(seed)
 
     def add(self, name: str) -> None:
@@ -162,7 +162,7 @@ class Balancer:
             engine.in_flight -= 1
 
     def report(self, name: str, report: EngineReport | None) -> None:
-        """What an engine says of itself; None: it does not answer."""
+        """Take an engine's report; None: it does not answer."""
         engine = self.engines.get(name)
         if engine is not None:
             engine.lost = report is None

@@ -1,4 +1,5 @@
-"""The cheapest course from here: what is expected of the running batch, and when to be in which layout meanwhile."""
+"""The cheapest course from here: what is expected of the running batch (:func:`look_ahead`), and when to be in which
+layout meanwhile (:meth:`LayoutPlanner.plan`)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ STEPS = 48
 """Intervals of the grid over future tokens."""
 
 FIRST_STEP = 16
-"""Tokens of its first interval; the others grow geometrically up to the most that any request may still generate."""
+"""Tokens of the grid's first interval; the others grow geometrically up to the most that any request may still
+generate."""
 
 CLASSES = 96
 """Requests alike in length and limit are counted together, into about this many classes at most."""
@@ -112,15 +114,15 @@ class Course:
     to_go: np.ndarray
 
     def follow(self, start: int, tp: int) -> tuple[np.ndarray, np.ndarray]:
-        """From the start of interval ``start``, where ``tp`` is in force: expected seconds up to the start of each
-        later one and to the end, and the degree in force there, ``[intervals - start + 1]`` each; both begin with now.
-        """
+        """Expected seconds and the degrees in force on the best course from the start of interval ``start``, in ``tp``:
+        ``[intervals - start + 1]`` each.  Seconds count up to the start of each later interval and to the end; both
+        begin with now."""
         here = self.degrees.index(tp)
         seconds, held = [0.0], [tp]
         for step in range(start, len(self.choice)):
-            there = int(self.choice[step, here])
-            seconds.append(seconds[-1] + float(self.switching[step, here, there] + self.running[there, step]))
-            here = there
+            entered = int(self.choice[step, here])
+            seconds.append(seconds[-1] + float(self.switching[step, here, entered] + self.running[entered, step]))
+            here = entered
             held.append(self.degrees[here])
         return np.array(seconds), np.array(held)
 
@@ -136,7 +138,7 @@ class LayoutPlan:
         crowded: degrees in which requests would then wait for others.
         now: cost of a switch to each other degree, seconds.
         saving: share of the present step time that each degree would save.
-        recompute_below: of these switches.
+        recompute_below: tokens below which these switches recompute a request.
         course: what ``by_degree`` follows from; prefill is not in it.
     """
 
@@ -283,7 +285,7 @@ def _find_course(degrees: tuple[int, ...], running: np.ndarray, switching: np.nd
 
 
 def _compute_share_after(snapshot: Snapshot, tp: int) -> float:
-    """Of the other requests, those on the same replica as a request, averaged over requests, when ``tp`` is taken.
+    """Mean over requests of the share of the other requests that are on the same replica in ``tp``.
 
     Replicas merge whole when tp is raised; when it is lowered the requests of each are spread over its parts.
     """

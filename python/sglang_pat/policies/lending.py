@@ -1,9 +1,10 @@
-"""When half of the ranks are lent to the trainer in the middle of a round, and when they are taken back.
+"""When half of the ranks are lent to the trainer in the middle of a round, and when they are taken back
+(:func:`make_lending_policy`).
 
 RollPacker's stream trainer (section 4.4, Algorithm 1) moves half of the GPUs to training when a share of the batch is
 complete and the rest's projected peak KV fits the other half, and back when the round is over.  That is
 :func:`decide_by_room`, all that can be said where no step times are known.  It leaves out what the move and the slower
-tail cost.  With a profile ranks are lent only if what is gained is more than that:
+tail cost.  With a profile ranks are lent only if what is gained is more than that (:func:`_decide_lending`):
 
     gained = training that is done meanwhile, in seconds on all ranks
            - (the round with ranks lent - the round without), switches, moves and the way back included
@@ -12,9 +13,9 @@ Both rounds follow the best course over layouts (:mod:`~sglang_pat.policies.cour
 best moment to take them back.  So ranks come back when the trainer has caught up, if the tail is faster then.
 
 That is an expectation, and a step is one draw: groups may be complete much later than expected, or the round may be
-over at once.  So ranks are lent only if at most :data:`RISK` of the step would be lost then, and they are taken back
-when a trainer without work has lost as much.  What is lost is counted from what was measured since the lending, so a
-trainer that is quicker than its client says is noticed, too.
+over at once.  So ranks are lent only if at most :data:`RISK` of the step would be lost then (:func:`_estimate_loss`),
+and they are taken back when a trainer without work has lost as much (:func:`_decide_return`).  What is lost is counted
+from what was measured since the lending, so a trainer that is quicker than its client says is noticed, too.
 
 Three things differ from the paper.  The trainer takes whole groups only, since an advantage needs all responses of its
 prompt; so completion counts them, and what can be trained is estimated by groups.  Training is counted in tokens, for
@@ -51,20 +52,21 @@ FIRST_MILESTONE = 0.2
 """Completion at which ranks may be lent first (the paper's)."""
 
 LAST_MILESTONE = 0.5
-"""Up to which a lending may be put off for a better moment, and up to which, where no step times are known, ranks are
-lent as soon as KV fits (the paper's)."""
+"""Completion up to which a lending may be put off for a better moment, and up to which, where no step times are known,
+ranks are lent as soon as KV fits (the paper's)."""
 
 LEAST_REST = 0.5
-"""After it the rest must be expected to last as long as it takes to generate this share of a response."""
+"""Share of a response that must still be generated after a lending: the round is expected to last at least that
+long."""
 
 ROOM = 0.9
-"""Of the KV room of the ranks that stay: so much the projected peak may take.  Lengths vary, and replicas differ."""
+"""Share of the KV room of the ranks that stay that the projected peak may take.  Lengths vary, and replicas differ."""
 
 MARGIN = 0.01
 """Lending must gain at least this share of the rest of the round."""
 
 MARGIN_SECONDS = 0.1
-"""And at least this much."""
+"""Seconds that lending must gain at least, besides :data:`MARGIN`."""
 
 UNLIKELY = 0.001
 """An end of the round that is less likely by then is left out of account, once a whole batch of lengths is known."""
@@ -94,8 +96,8 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """What the client knows of the training of this step.
 
     Attributes:
-        samples: of the batch; above 0.
-        complete: of them, those in groups that are complete and have their rewards, trained or not.
+        samples: number of the batch's samples; above 0.
+        complete: samples in groups that are complete and have their rewards, trained or not.
         ready: tokens (prompt and response) of complete groups that the trainer has not begun.
         pending: tokens of samples that have ended while their group goes on.
         seconds_per_token: of training on all ranks, as earlier steps took; 0 if it is not known yet.
@@ -105,7 +107,7 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         returned: ranks were lent in this step, and taken back.
         elapsed: seconds since the step began.
         lent: seconds since ranks were lent, in which the trainer could use them; 0 if none are.
-        busy: of them, those in which it trained, and ``trained``: the tokens.
+        busy: seconds of these in which it trained, and ``trained``: the tokens that it trained.
 
     Raises:
         ValueError: more complete samples than there are.
@@ -182,7 +184,7 @@ class TrainingPace:
         self._since: float | None = None
 
     def begin_step(self, now: float) -> None:
-        """The one before is over."""
+        """Keep the paces of the step that is over, and begin with the next one."""
         whole = [chunk for chunk in self._chunks if not chunk[2]]
         first, *later = [chunk for chunk in self._chunks if chunk[2]] or [(0.0, 0, True)]
         self._whole.extend(_compute_pace(whole))
@@ -193,38 +195,38 @@ class TrainingPace:
         self._chunks, self._began, self._since = [], now, None
 
     def lend(self, now: float) -> None:
-        """Ranks are lent from now on."""
+        """Record that ranks are lent from now on."""
         self._since = now
 
     def take_back(self) -> None:
-        """None are."""
+        """Record that no ranks are lent any more."""
         self._since = None
 
     def add(self, seconds: float, tokens: int, lent: bool) -> None:
-        """Of a chunk; ``lent``: on lent ranks."""
+        """Record a chunk; ``lent``: it was trained on lent ranks."""
         self._chunks.append((seconds, tokens, lent))
 
     @property
     def is_known(self) -> bool:
-        """A step was trained with all ranks."""
+        """Whether a step was trained with all ranks."""
         return bool(self._whole)
 
     def describe(self, now: float) -> dict[str, Any]:
-        """Fields of :class:`Training`."""
+        """Fields of :class:`Training` that are known now."""
         whole = min(self._whole, default=0.0)
-        found: dict[str, Any] = {"seconds_per_token": whole, "setup": min(self._setup, default=0.0)}
+        fields: dict[str, Any] = {"seconds_per_token": whole, "setup": min(self._setup, default=0.0)}
         if self._lent and whole:
-            found["slowdown"] = max(1.0, min(self._lent) / whole)
+            fields["slowdown"] = max(1.0, min(self._lent) / whole)
         if self._began is not None:
-            found["elapsed"] = now - self._began
+            fields["elapsed"] = now - self._began
         if self._since is not None:
             lent = [(seconds, tokens) for seconds, tokens, lent in self._chunks if lent]
-            found |= {
+            fields |= {
                 "lent": now - self._since,
                 "busy": sum(one for one, _ in lent),
                 "trained": sum(n for _, n in lent),
             }
-        return found
+        return fields
 
 
 def _compute_pace(chunks: Sequence[tuple[float, int, bool]]) -> list[float]:
@@ -242,7 +244,7 @@ def make_load(running: int, waiting: int, tokens: int, prompt: int, limit: int) 
     """Requests of which only the number is known, and the sum of their tokens: all that run are alike.
 
     Args:
-        tokens: of those that run, prompts included; the others wait for their first one.
+        tokens: tokens of the requests that run, prompts included; the others wait for their first one.
         prompt: tokens of a prompt, on average; ``limit``: of a response at most.
     """
     each = min(max(tokens // max(running, 1) - prompt, 1), limit)
@@ -262,15 +264,15 @@ def decide_by_room(training: Training, outlook: Outlook, room: float) -> Lending
     Up to :data:`LAST_MILESTONE` it is Algorithm 1.  Later a long rest and work for the trainer are asked for besides.
 
     Args:
-        outlook: of the running requests.
+        outlook: what is expected of the running requests.
         room: KV tokens of the ranks that stay.
     """
     if why := _find_hindrance(training, project_peak(outlook), room):
         return LendingDecision(move=Move.WAIT, why=why)
     if training.completion > LAST_MILESTONE + 1e-9:
-        rest = float((outlook.width * outlook.any_alive).sum())
-        if rest < LEAST_REST * outlook.response:
-            return LendingDecision(move=Move.WAIT, why=f"late: the round is over in {rest:.0f} tokens")
+        tokens_left = float((outlook.width * outlook.any_alive).sum())
+        if tokens_left < LEAST_REST * outlook.response:
+            return LendingDecision(move=Move.WAIT, why=f"late: the round is over in {tokens_left:.0f} tokens")
         work = training.ready * training.seconds_per_token * training.slowdown
         if not training.ready or work < training.setup:
             return LendingDecision(move=Move.WAIT, why="late: there is little to train")
@@ -298,12 +300,12 @@ def make_lending_policy(
     Args:
         predictor, costs: step times and switch costs of its profile; None without one: then :func:`decide_by_room`
             decides, and ranks are taken back when the round is over or KV no longer fits.
-        num_ranks, degrees: of the engine with all its ranks.
+        num_ranks, degrees: ranks and degrees of the engine with all its ranks.
         max_running: requests that one replica decodes at once; None if memory is the only bound.
     """
     planner = LayoutPlanner(predictor, costs, max_running) if predictor is not None and costs is not None else None
-    rest = num_ranks // STRIDE
-    usable = tuple(tp for tp in degrees if num_ranks % STRIDE == 0 and rest % tp == 0)
+    half_ranks = num_ranks // STRIDE
+    usable = tuple(tp for tp in degrees if num_ranks % STRIDE == 0 and half_ranks % tp == 0)
 
     def decide(snapshot: Snapshot, history: LengthHistory, training: Training) -> LendingDecision:
         lent = snapshot.num_ranks < num_ranks
@@ -321,7 +323,7 @@ def make_lending_policy(
             tp = _choose_half_tp(usable, snapshot.tp) if lends else snapshot.tp
             return LendingDecision(move=Move.LEND if lends else Move.WAIT, why="nothing runs now", tp=tp)
         outlook = _end_with_spare(outlook, training.spare)
-        room = min((snapshot.room[tp] * (rest // tp) for tp in usable if tp in snapshot.room), default=0.0)
+        room = min((snapshot.room[tp] * (half_ranks // tp) for tp in usable if tp in snapshot.room), default=0.0)
         on = snapshot.load.output < snapshot.load.limit
         peak = max(project_peak(outlook), float((snapshot.load.prompt + snapshot.load.output)[on].sum()))
         if lent and peak > room:
@@ -331,30 +333,32 @@ def make_lending_policy(
         if planner is None or costs is None:
             if lent:
                 return _say(snapshot, Move.WAIT, "the round goes on")
-            said = decide_by_room(training, outlook, room)
-            return replace(said, tp=_choose_half_tp(usable, snapshot.tp) if said.move is Move.LEND else snapshot.tp)
+            decision = decide_by_room(training, outlook, room)
+            return replace(
+                decision, tp=_choose_half_tp(usable, snapshot.tp) if decision.move is Move.LEND else snapshot.tp
+            )
         courses = _plan_courses(planner, snapshot, outlook, num_ranks, tuple(degrees), usable)
         alive = np.append(np.concatenate([[1.0], outlook.any_alive])[: len(outlook.width)], 0.0)
         moves = _estimate_moves(costs, snapshot.tp, snapshot.load, outlook)
         work = expect_work(snapshot.load, history, training, outlook)
         if lent:
             return _decide_return(courses, alive * moves, work, training)
-        said = _decide_lending(courses, alive * moves, work, training)
+        decision = _decide_lending(courses, alive * moves, work, training)
         unlikely = UNLIKELY if len(history) >= training.samples else 0.0
-        if said.move is Move.LEND and (loss := _estimate_loss(courses, moves, outlook, training, unlikely)) > RISK:
-            return replace(said, move=Move.WAIT, why=f"{loss:.1%} of the step may be lost", tp=snapshot.tp)
-        return said
+        if decision.move is Move.LEND and (loss := _estimate_loss(courses, moves, outlook, training, unlikely)) > RISK:
+            return replace(decision, move=Move.WAIT, why=f"{loss:.1%} of the step may be lost", tp=snapshot.tp)
+        return decision
 
     return decide
 
 
 def _say(snapshot: Snapshot, move: Move, why: str) -> LendingDecision:
-    """Without an estimate."""
+    """A decision without an estimate."""
     return LendingDecision(move=move, why=why, tp=snapshot.tp)
 
 
 def _choose_half_tp(usable: Sequence[int], tp: int) -> int:
-    """The degree of those that stay: the one in force, or the next lower one that fits them."""
+    """Degree of the ranks that stay: the one in force, or the next lower one that fits them."""
     return max(degree for degree in usable if degree <= max(tp, usable[0]))
 
 
@@ -363,7 +367,7 @@ class _Courses:
     """The best course on all ranks and on those that stay, and the degrees in force there at the start.
 
     Attributes:
-        tokens: of the batch so far that are not trained yet, in groups that are complete and in others.
+        tokens: the batch's tokens so far that are not trained yet, in groups that are complete and in others.
     """
 
     whole: Course
@@ -394,8 +398,8 @@ class _Courses:
         return whole, half
 
     def seconds_if_returned(self, start: int, moving: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """With ranks lent from the start of an interval: seconds up to the start of each later one, and seconds of the
-        whole rest if they are taken back there; both begin with now and end with the end of the round."""
+        """Seconds with ranks lent from the start of interval ``start``: up to the start of each later interval, and of
+        the whole rest if they are taken back there.  Both begin with now and end with the end of the round."""
         lent, held = self.half.follow(start, self.half_tp)
         at = [self.whole.degrees.index(tp) for tp in held]
         return lent, lent + moving[start:] + self.whole.to_go[np.arange(start, len(self.whole.to_go)), at]
@@ -409,7 +413,7 @@ def _plan_courses(
     degrees: tuple[int, ...],
     usable: tuple[int, ...],
 ) -> _Courses:
-    rest, tp = num_ranks // STRIDE, snapshot.tp
+    half_ranks, tp = num_ranks // STRIDE, snapshot.tp
     half_tp = _choose_half_tp(usable, tp)
     if snapshot.num_ranks < num_ranks:
         half = snapshot
@@ -417,9 +421,9 @@ def _plan_courses(
         whole = replace(snapshot, num_ranks=num_ranks, degrees=degrees, load=replace(snapshot.load, replica=replica))
     else:
         whole = snapshot
-        replica = snapshot.load.replica // STRIDE % (rest // half_tp)
+        replica = snapshot.load.replica // STRIDE % (half_ranks // half_tp)
         load = replace(snapshot.load, replica=replica)
-        half = replace(snapshot, num_ranks=rest, degrees=usable, tp=half_tp, load=load)
+        half = replace(snapshot, num_ranks=half_ranks, degrees=usable, tp=half_tp, load=load)
     return _Courses(
         whole=planner.plan(whole, outlook).course,
         half=planner.plan(half, outlook).course,
@@ -458,7 +462,7 @@ class Work:
 
 
 def expect_work(load: Load, history: LengthHistory, training: Training, outlook: Outlook) -> Work:
-    """When groups will be complete: all of a prompt's responses that still run have ended."""
+    """The work expected of groups: each is complete when all of its prompt's responses that still run have ended."""
     ends = np.concatenate([[0.0], np.cumsum(outlook.width)])
     curve = history.make_curve(int(load.limit.max()), load.output)
     alive = _expect_alive(load, curve, ends)
@@ -499,7 +503,7 @@ def _count_hidden_seconds(lent: np.ndarray, work: np.ndarray, setup: float, slow
 
 
 def _decide_lending(courses: _Courses, moving: np.ndarray, work: Work, training: Training) -> LendingDecision:
-    """All ranks work: what is expected."""
+    """Decide while all ranks work, by what is expected."""
     training_seconds = training.seconds_per_token * work.tokens
     _, held = courses.whole.follow(0, courses.whole_tp)
     gains = np.full(len(moving), -np.inf)
@@ -539,7 +543,7 @@ def _estimate_loss(
 
 
 def _decide_return(courses: _Courses, moving: np.ndarray, work: Work, training: Training) -> LendingDecision:
-    """Ranks are lent."""
+    """Decide while ranks are lent."""
     lent, totals = courses.seconds_if_returned(0, moving)
     stays = float(totals[-1])
     totals -= _count_hidden_seconds(lent, training.seconds_per_token * work.tokens, 0.0, training.slowdown)

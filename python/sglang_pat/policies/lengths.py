@@ -1,4 +1,4 @@
-"""How long responses get: learnt from the lengths seen in this run.
+"""How long responses get (:meth:`LengthHistory.make_curve`): learnt from the lengths seen in this run.
 
 The survival curve is Kaplan-Meier's in discrete time with a prior on the hazard of each bin (a beta process, Hjort
 1990):
@@ -25,13 +25,13 @@ PRIOR_MEDIAN = 0.125
 and 1/30."""
 
 PRIOR_SIGMA = 1.0
-"""Of the prior's lognormal: the logarithm of a length is normal."""
+"""Standard deviation of the logarithm of a length in the prior, a lognormal."""
 
 PRIOR_STRENGTH = 2.0
 """``c``: what the prior weighs in each bin, in responses at risk."""
 
 WINDOW = 4096
-"""Responses remembered: some tens of rounds' worth, since lengths drift as training goes on."""
+"""Number of responses remembered: some tens of rounds' worth, since lengths drift as training goes on."""
 
 EDGES = np.unique(np.round(2.0 ** np.arange(0, 22.001, 0.125)).astype(np.int64))
 """Ends of the bins in tokens: bin b holds lengths in (EDGES[b-1], EDGES[b]], the first one those of 0 and 1; ratio
@@ -83,10 +83,10 @@ class LengthHistory:
         return len(self._responses)
 
     def observe(self, length: int, family: int, finished: bool = True, since: int = 0) -> None:
-        """A response left the engine.
+        """Record a response that left the engine.
 
         Args:
-            length: its tokens, all of them; ``family``: the same for responses to one prompt.
+            length: all its tokens; ``family``: a number that responses to one prompt share.
             finished: False for one that was cut (aborted, or at its limit): it would have gone on.
             since: tokens that it had when it came, of an earlier request that was cut there; this one takes its place.
         """

@@ -1,17 +1,17 @@
-"""Long prompts: which replica computes one, and what it is worth to find it there."""
+"""Long prompts: which replica computes one (:func:`compute_allowed_lead`), and what it is worth to find it there."""
 
 from __future__ import annotations
 
 import numpy as np
 
 LONG_PROMPT = 4096
-"""Below so many tokens it does not matter: siblings that come together are all computed (:data:`AT_ONCE`)."""
+"""Tokens below which a shared prompt does not matter: siblings that come together are all computed
+(:data:`AT_ONCE`)."""
 
 AT_ONCE = 16384
-"""Siblings that come to a replica together are all computed, up to so many tokens.  SGLang looks for a prompt in the
-radix tree when it puts a prefill step together, of 8,192 tokens by default, and with overlap scheduling the step before
-is not in the tree yet.  (Of its scheduling policies only ``lpm``, not the default, lets siblings wait for the first.)
-"""
+"""Tokens up to which siblings that come to a replica together are all computed.  SGLang looks for a prompt in the radix
+tree when it puts a prefill step together, of 8,192 tokens by default, and with overlap scheduling the step before is
+not in the tree yet.  (Of its scheduling policies only ``lpm``, not the default, lets siblings wait for the first.)"""
 
 READ_PER_COMPUTED = 4000
 """Tokens of KV that are read while decoding, worth one token that is computed in a prefill.  A model of 8 billion
@@ -20,7 +20,7 @@ part of the time only: four times as much did best in simulations."""
 
 
 def compute_allowed_lead(prompt: np.ndarray | int, response: float) -> np.ndarray:
-    """So many requests more than the emptiest replica may the one have that has the prompt; as int64.
+    """Number of requests that the replica with a prompt may have more than the emptiest one, as int64 ``[...]``.
 
     One more there lengthens the steps of the others by reading its KV, as often as its response has tokens.  0: the
     least load decides.
@@ -39,7 +39,7 @@ def count_shared_tokens(prompt: np.ndarray, family: np.ndarray) -> float:
     """KV tokens that a request shares with its siblings, on average: of long prompts, which one replica has.
 
     Args:
-        prompt, family: as in :func:`count_prompts_to_compute`.
+        prompt, family: see :func:`count_prompts_to_compute`.
     """
     _, index, siblings = np.unique(family, return_inverse=True, return_counts=True)
     return float(np.where(prompt >= LONG_PROMPT, prompt * (1 - 1 / siblings[index]), 0.0).mean())
@@ -52,7 +52,7 @@ def count_prompts_to_compute(
 
     Args:
         prompt: tokens of each; ``family``: equal for siblings; int64 ``[requests]``.
-        response: as in :func:`compute_allowed_lead`.
+        response: see :func:`compute_allowed_lead`.
     """
     _, first, siblings = np.unique(family, return_index=True, return_counts=True)
     length = np.maximum(prompt[first], 1)

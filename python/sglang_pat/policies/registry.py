@@ -1,5 +1,5 @@
-"""The policies by name (``docs/policies.md`` compares them), and the batches that each brings into a layout: for these,
-steps are recorded as CUDA graphs."""
+"""The policies by name (:func:`make_policy`; ``docs/policies.md`` compares them), and the batches that each brings into
+a layout (:func:`get_largest_batch`): for these, steps are recorded as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SLACK = 2
 
 
 def keep_layout(snapshot: Snapshot, history: LengthHistory) -> Decision:
-    """``manual`` and ``schedule``: others say when to switch."""
+    """The policy of ``manual`` and ``schedule``: others say when to switch."""
     return Decision(tp=snapshot.tp)
 
 
 def use_base_layout(snapshot: Snapshot, history: LengthHistory) -> Decision:
-    """``off``: never leave the base layout."""
+    """The policy of ``off``: never leave the base layout."""
     return Decision(tp=snapshot.degrees[0])
 
 
@@ -44,8 +44,8 @@ def make_policy(
     """The policy called ``name``.
 
     Args:
-        switch_at: of ``threshold``.
-        predictor, costs: of this deployment, for ``pat`` and ``survival``.
+        switch_at: requests left at which ``threshold`` merges.
+        predictor, costs: step times and switch costs of this deployment, for ``pat`` and ``survival``.
         max_running: most requests that one replica decodes at once (``--max-running-requests``), for ``survival``.
 
     Raises:
@@ -74,7 +74,7 @@ def get_largest_batch(config: AdaptiveConfig, tp: int, profile: Profile | None =
     """Most requests that the policy has one replica of degree ``tp`` decode together.
 
     Args:
-        profile: of this deployment; needed by policies that predict.
+        profile: profile of this deployment; needed by policies that predict.
 
     Returns:
         None where the policy does not say, as others do (``manual``, ``schedule``, ``off``).
@@ -105,7 +105,7 @@ def _find_largest_useful_batch(profile: Profile, config: AdaptiveConfig, tp: int
 
 
 def select_graph_sizes(captured: Sequence[int], largest: int | None) -> list[int]:
-    """Those of SGLang's batch sizes that a layout needs: up to the first one that holds ``largest`` requests."""
+    """SGLang's batch sizes that a layout needs: up to the first one that holds ``largest`` requests."""
     sizes = sorted(captured)
     if largest is None:
         return sizes

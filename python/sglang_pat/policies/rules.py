@@ -1,4 +1,5 @@
-"""What the deciding policies have in common: when nothing is to be decided, and when tp may be raised."""
+"""What the deciding policies have in common: when nothing is to be decided (:func:`decide_when_idle`), and when tp may
+be raised (:func:`may_raise`)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ DRAINED = 0.5
 """A batch of which at most this share of the peak is left has arrived; a fuller one may still be coming in."""
 
 RETRY_SECONDS = 5.0
-"""After an aborted switch the policies wait this long."""
+"""Seconds that the policies wait after an aborted switch."""
 
 
 def decide_when_idle(snapshot: Snapshot) -> Decision | None:

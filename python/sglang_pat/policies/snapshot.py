@@ -1,4 +1,4 @@
-"""What a policy looks at, and what it answers."""
+"""What a policy looks at (:class:`Snapshot`), and what it answers (:class:`Decision`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""In which degree a round starts: the parallelism planner of RollPacker (section 4.2), as a part of the policy.
+"""The degree in which a round starts (:class:`StartDegrees`): the parallelism planner of RollPacker (section 4.2), as a
+part of the policy.
 
 RollPacker begins with the degree that is best offline, doubles tp for the next round when requests had to be preempted,
 and halves it after some rounds without.  The first part is prediction: ``survival`` starts where all of the round is
@@ -28,7 +29,7 @@ and noise does.)
 """
 
 FEW = TOO_MANY / 4
-"""Below this there is room enough.  Between the two the degree stays."""
+"""Retractions per token below which there is room enough.  Between ``FEW`` and ``TOO_MANY`` the degree stays."""
 
 LEAST = 4
 """Fewer retractions than these in a round say nothing."""
@@ -38,7 +39,7 @@ SLOWER = 1.25
 whole, of which every degree has the same, or steps of large batches slow there.  Rounds vary by 20%."""
 
 QUIET = 4
-"""So many rounds in a row with few retractions: tp is halved."""
+"""Number of rounds in a row with few retractions after which tp is halved."""
 
 LONGEST_QUIET = 64
 """Each time that a lower degree turns out to be too low, twice as many quiet rounds are asked for, up to so many.
@@ -66,11 +67,11 @@ class StartDegree:
         """Crowded rounds in which doubling is not tried, since it did not pay."""
 
     def observe(self, retractions: int, tokens: int, seconds: float) -> int:
-        """A round is over; returns ``tp`` for the next one.
+        """Learn from a round that is over; returns ``tp`` for the next one.
 
         Args:
             retractions: requests put back for want of KV in it; ``tokens``: generated in it.
-            seconds: from its first request to its last response.
+            seconds: time from its first request to its last response.
         """
         rate = retractions / max(tokens, 1) if retractions >= LEAST else 0.0
         pace, before, self._before = seconds / max(tokens, 1), self._before, math.inf
@@ -123,13 +124,13 @@ class StartDegrees:
         self._kinds: dict[tuple[str, int], StartDegree] = {}
 
     def get_start_degree(self, kind: RoundKind) -> StartDegree:
-        """For rounds of a kind; at first as for those of the same name whose size was not known."""
+        """Start degree of rounds of a kind; a new size begins as rounds of its name and unknown size do."""
         size = round(2 * math.log2(kind.requests)) if kind.requests else -1
         unknown = self._kinds.setdefault((kind.name, -1), StartDegree(self._degrees))
-        found = unknown if size < 0 else self._kinds.setdefault((kind.name, size), copy(unknown))
+        degree = unknown if size < 0 else self._kinds.setdefault((kind.name, size), copy(unknown))
         while len(self._kinds) > MOST_KINDS:  # clients choose the names
-            del self._kinds[next(key for key, value in self._kinds.items() if value is not found)]
-        return found
+            del self._kinds[next(key for key, value in self._kinds.items() if value is not degree)]
+        return degree
 
 
 def hold_start_degree(policy: Policy) -> Policy:

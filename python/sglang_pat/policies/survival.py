@@ -1,4 +1,5 @@
-"""Policy ``survival``: the least expected time, given how long responses have been in this run.
+"""Policy ``survival`` (:func:`make_survival_policy`): the least expected time, given how long responses have been in
+this run.
 
 PAT bounds the time that is left by the longest response allowed.  Here each running request has a probability of being
 left after so many more tokens (:mod:`~sglang_pat.policies.lengths`), and the best course over all layouts and later
@@ -29,30 +30,31 @@ MARGIN = 0.01
 """A switch must gain at least this share of the time that is left without any."""
 
 MARGIN_SECONDS = 0.02
-"""And at least this much."""
+"""Seconds that a switch must gain at least, besides :data:`MARGIN`."""
 
 COOLDOWN = 2.0
 """No switch for this many times its cost after the last one: at most a third of the time goes into switching."""
 
 LOWER = 0.5
-"""To lower tp must gain this share of the switch's cost on top: a wrong estimate costs the way back as well.  Asked of
+"""Share of the switch's cost that lowering tp must gain on top: a wrong estimate costs the way back as well.  Asked of
 raising it too, it loses more than it saves."""
 
 TIRED = (1, 1, 2, 2, 4, 25)
-"""So many times the least gain is asked of the first, second, … and any further switch of a round.  The fourth is no
-dearer than the third, so that what the third did can be taken back."""
+"""Factors on the least gain of the first, second, … and any further switch of a round.  The fourth is no dearer than
+the third, so that what the third did can be taken back."""
 
 UNKNOWN = 0.06
 """A layout is unknown while the logarithm of its factor beside the present one's has a larger standard deviation."""
 
 SETTLED = 0.04
-"""Above it a layout that was just entered is not left within :data:`.rules.SETTLE_SECONDS`: some reports are needed."""
+"""Standard deviation above which a layout that was just entered is not left within :data:`.rules.SETTLE_SECONDS`: some
+reports are needed."""
 
 TRIED_AFTER = 2
 """Switches of a round after which no layout is tried out any more."""
 
 TRIAL_COSTS = 2.0
-"""To try a layout out must gain this many times the switch's cost on top."""
+"""Multiple of the switch's cost that trying a layout out must gain on top."""
 
 
 def make_survival_policy(predictor: StepPredictor, costs: SwitchCosts, max_running: int | None = None) -> Policy:
@@ -81,7 +83,7 @@ def make_survival_policy(predictor: StepPredictor, costs: SwitchCosts, max_runni
 
 
 def _begin(planner: LayoutPlanner, snapshot: Snapshot, history: LengthHistory) -> Decision:
-    """While a round comes in: where all of it would be done first, whatever is there of it so far.
+    """The decision while a round comes in: where all of it would be done first, whatever is there of it so far.
 
     Before the first request a switch is all but free, and a small gain is enough; later it costs what it would cost
     with all of them.
@@ -130,8 +132,8 @@ def _estimate_with_trial(
         for off in (-(3**0.5) * doubt, 3**0.5 * doubt):
             factor = snapshot.factors.get(tp, StepFactor())
             factors = {**snapshot.factors, tp: factor._replace(scale=factor.scale * (1 + off))}
-            found = planner.plan(replace(snapshot, factors=factors), outlook)
-            totals[tp] += (found.by_degree[tp] - plan.by_degree[tp]) / 6
+            trial = planner.plan(replace(snapshot, factors=factors), outlook)
+            totals[tp] += (trial.by_degree[tp] - plan.by_degree[tp]) / 6
     return totals
 
 

@@ -1,4 +1,5 @@
-"""How much slower or faster than its profile each layout runs, learnt from the steps of this run.
+"""How much slower or faster than its profile each layout runs (:class:`StepFactors`), learnt from the steps of this
+run.
 
 Of the steps that a leader reports, the logarithm of measured over predicted time is
 
@@ -29,11 +30,12 @@ COMMON_SPREAD, COMMON_SECONDS = 0.3, 600.0
 """Prior standard deviation of the common log-factor, and the time in which it goes back: other programs come and go."""
 
 OWN_SPREADS, OWN_SECONDS = np.array([0.15, 0.05, 0.03]), 86_400.0
-"""The same of what is each layout's own: its scale, and how it grows with the logarithms of batch and context.  What is
-wrong in a profile stays wrong."""
+"""Prior standard deviations and time of each layout's own part: its scale, and how it grows with the logarithms of
+batch and context.  What is wrong in a profile stays wrong."""
 
 STEP_NOISE, REPORT_NOISE = 0.2, 0.1
-"""Of the logarithm of one step's time, independent from step to step; and of what the steps of one report share."""
+"""Standard deviations of the logarithm of one step's time, independent from step to step, and of what the steps of one
+report share."""
 
 OUTLIER = 3.0
 """A report that is off by more than so many standard deviations counts as one that is off by so many: a pause of the
@@ -41,12 +43,12 @@ machine is no property of a layout."""
 
 
 TURNS = ((16, 64), (1, 8192), (1, 64), (4, 2048))
-"""Of a calibration's turns: requests for each replica of the lowest degree, and tokens of each.  The first two are the
+"""Turns of a calibration: requests for each replica of the lowest degree, and tokens of each.  The first two are the
 ends of a draining batch; a slow machine has no others."""
 
 SHARES = (0.2, 1.0, 5.0)
-"""So many times their usual spread the layouts' own parts may have, after a calibration: of a profile that is right, of
-one that is off, and of one of something else."""
+"""Multiples of their usual spread that the layouts' own parts may have after a calibration: for a profile that is
+right, for one that is off, and for one of something else."""
 
 TURN_NOISES = (0.03, 0.1, 0.3)
 """What the noise of a layout in one turn may be: from a machine that is ours alone to one that is not."""
@@ -97,21 +99,21 @@ class StepFactors:
         self._time: float | None = None
 
     def observe(self, tp: int, made: Steps, now: float) -> None:
-        """A replica of degree ``tp`` reports steps."""
+        """Learn from steps that a replica of degree ``tp`` reports."""
         if min(made) > 0:
             noise = STEP_NOISE**2 / made.steps + REPORT_NOISE**2
             self._forget(now)
             self._observe(self._make_observation_row(tp, made), made.log_ratio, noise, most=OUTLIER)
 
     def calibrate(self, turns: Sequence[Mapping[int, Steps]], now: float) -> None:
-        """Before a run: all layouts were measured in turns, one shortly after the other.
+        """Learn from turns before a run, in each of which all layouts were measured, one shortly after the other.
 
         What is common to all layouts of a turn is taken out.  How wrong the profile is and how noisy the machine is are
         then taken to be what explains best what is left: so a right profile is hardly moved, neither now nor later
         (empirical Bayes).
 
         Args:
-            turns: of each, the steps by degree; turns without a degree do not count.
+            turns: steps by degree of each turn; turns without a degree do not count.
         """
         whole = [turn for turn in turns if all(min(turn.get(tp, (0,))) > 0 for tp in self.degrees)]
         if not whole or len(self.degrees) == 1:
@@ -164,7 +166,7 @@ class StepFactors:
         self._covariance = self._prior + keep[:, None] * (self._covariance - self._prior) * keep
 
     def get_factors(self) -> dict[int, StepFactor]:
-        """By degree."""
+        """Factors of the step times, by degree."""
         own = self._mean[1:].reshape(-1, 3)
         own_by_degree = zip(self.degrees, own.tolist(), strict=True)
         return {tp: StepFactor(math.exp(self._mean[0] + scale), *by) for tp, (scale, *by) in own_by_degree}
@@ -197,10 +199,10 @@ class CorrectedPredictor:
         return self._predictor.has_prefill(tp)
 
     def step_seconds(self, tp: int, batch: Value, tokens: Value, replicas: Value | None = None) -> Value:
-        """As :meth:`Predictor.step_seconds`."""
+        """Seconds of a decode step, corrected; see :meth:`Predictor.step_seconds`."""
         seconds: Any = self._predictor.step_seconds(tp, batch, tokens, replicas)
         return seconds * self._factors[tp].evaluate(batch, tokens) if tp in self._factors else seconds
 
     def prefill_uniform(self, tp: int, batch: Value, length: Value, replicas: Value | None = None) -> Value:
-        """As :meth:`Predictor.prefill_uniform`."""
+        """Seconds of a prefill, corrected; see :meth:`Predictor.prefill_uniform`."""
         return self._factors.get(tp, StepFactor()).scale * self._predictor.prefill_uniform(tp, batch, length, replicas)

@@ -1,4 +1,4 @@
-"""What a switch costs, fitted to the switches of a profile (PAT section 4.3).
+"""What a switch costs (:meth:`SwitchCosts.estimate`), fitted to the switches of a profile (PAT section 4.3).
 
 PAT estimates migration from the bytes on the critical path, for all unfinished requests at once:
 
@@ -42,7 +42,7 @@ class SwitchCost:
 
 
 STAY = SwitchCost(seconds=0.0, state_seconds=0.0, recompute_below=0)
-"""Of staying where one is."""
+"""Cost of staying in the layout in force."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class SwitchCosts:
             samples.setdefault((sample.from_tp, sample.to_tp), []).append(sample)
         control = fit_control(profile.switches, None)
         kv = fit_kv(profile.switches, nested=True)
-        resharding = {pair: fit_reshard(found) for pair, found in samples.items()}
+        resharding = {pair: fit_reshard(of_pair) for pair, of_pair in samples.items()}
         self._fits: dict[tuple[int, int], PairFit] = {}
         degrees = {*profile.fingerprint.degrees, *(tp for pair in samples for tp in pair)}
         for pair in ((a, b) for a in degrees for b in degrees if a != b):
@@ -182,7 +182,7 @@ class SwitchCosts:
 
 
 def build_predictors(profile: Profile) -> tuple[Predictor, SwitchCosts]:
-    """Both models of ``profile``.
+    """The step predictor and the switch costs of ``profile``.
 
     Raises:
         ProfileError: too little was measured to predict from.
@@ -224,22 +224,20 @@ def fit_robust_nnls(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 def fit_control(
     samples: Sequence[SwitchSample], pooled: tuple[float, float, float] | None
 ) -> tuple[float, float, float]:
-    """(fixed, per request, per KV token that comes along): the pause without KV, weights and the wait for steps.
-
-    What does not differ between the samples has ``pooled``'s slope.
-    """
+    """Coefficients (fixed, per request, per KV token that comes along) of the pause without KV, weights and the wait
+    for steps.  What does not differ between the samples has ``pooled``'s slope."""
     counts = np.array([[sample.requests, _count_migrated_tokens(sample)] for sample in samples], dtype=float)
     seconds = np.array([max(sample.pause_seconds - _compute_seconds_beside_moving(sample), 0.0) for sample in samples])
     slopes = np.array(pooled[1:] if pooled else (0.0, 0.0))
     free = np.array([len(set(column)) > 1 for column in counts.T])
-    rest = np.maximum(seconds - counts[:, ~free] @ slopes[~free], 0.0)
-    fixed, *found = fit_robust_nnls(np.column_stack([np.ones(len(samples)), counts[:, free]]), rest)
-    slopes[free] = found
+    unexplained = np.maximum(seconds - counts[:, ~free] @ slopes[~free], 0.0)
+    fixed, *fitted = fit_robust_nnls(np.column_stack([np.ones(len(samples)), counts[:, free]]), unexplained)
+    slopes[free] = fitted
     return float(fixed), float(slopes[0]), float(slopes[1])
 
 
 def _count_migrated_tokens(sample: SwitchSample) -> int:
-    """KV tokens that moved."""
+    """Number of KV tokens that moved."""
     return sample.tokens if sample.mode == "migrate" else 0
 
 
@@ -248,7 +246,8 @@ def _compute_seconds_beside_moving(sample: SwitchSample) -> float:
 
 
 def fit_kv(samples: Sequence[SwitchSample], nested: bool = False) -> tuple[float, float] | None:
-    """(fixed, per token) of the KV exchange; None without one.  ``nested``: per token that changes rank."""
+    """Coefficients (fixed, per token) of the KV exchange; None without one.  ``nested``: per token that changes
+    rank."""
     moved = [sample for sample in samples if _count_migrated_tokens(sample) > 0]
     if not moved:
         return None

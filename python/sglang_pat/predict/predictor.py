@@ -20,7 +20,7 @@ Value = TypeVar("Value", float, Number)
 """Scalars give a float; if any argument is an array, so is the answer."""
 
 MONOTONE_ROUNDS = 50
-"""Of alternating projections, at most; what is left after them is less than a percent."""
+"""Most alternating projections; what is left after them is less than a percent."""
 
 HAIR = 1e-14
 """Some tens of times the rounding of a float."""
@@ -91,12 +91,12 @@ Curve = tuple[np.ndarray, np.ndarray]
 
 def _make_curves(points: Iterable[tuple[float, float, float]]) -> dict[float, Curve]:
     """Batch → (knots ascending, seconds at them)."""
-    found: dict[float, dict[float, list[float]]] = {}
+    curves: dict[float, dict[float, list[float]]] = {}
     for batch, x, seconds in points:
-        found.setdefault(float(batch), {}).setdefault(float(x), []).append(seconds)
+        curves.setdefault(float(batch), {}).setdefault(float(x), []).append(seconds)
     return {
         batch: (np.array(sorted(knots)), np.array([np.mean(knots[x]) for x in sorted(knots)]))
-        for batch, knots in found.items()
+        for batch, knots in curves.items()
     }
 
 
@@ -134,7 +134,7 @@ class _Degree:
         self.surfaces = [Surface((b, x, s) for replicas, b, x, s in points if replicas == count) for count in counts]
 
     def evaluate(self, replicas: Number, batch: np.ndarray, x: np.ndarray) -> np.ndarray:
-        """Interpolated between the measured numbers of replicas; outside them the nearest one holds."""
+        """Seconds interpolated between the measured numbers of replicas; outside them the nearest one holds."""
         if len(self.surfaces) == 1:
             return self.surfaces[0](batch, x)
         position = np.interp(replicas, self.counts, np.arange(len(self.counts)))
@@ -215,8 +215,8 @@ def _make_degree_surfaces(points: Sequence[DecodePoint] | Sequence[PrefillPoint]
     # At equal length, prefill work is linear in the batch; at equal aggregate tokens it would not be.
     aggregate = bool(points) and isinstance(points[0], DecodePoint)
     rows: dict[int, list[tuple[int, float, float, float]]] = {}
-    for (tp, replicas), found in grouped.items():
-        for (batch, length, _), seconds in zip(found, _make_monotone(found), strict=True):
+    for (tp, replicas), measured in grouped.items():
+        for (batch, length, _), seconds in zip(measured, _make_monotone(measured), strict=True):
             rows.setdefault(tp, []).append((replicas, batch, batch * length if aggregate else length, seconds))
     return {tp: _Degree(each) for tp, each in rows.items()}
 
@@ -236,11 +236,11 @@ def _make_monotone(points: Sequence[tuple[int, int, float]]) -> list[float]:
     for _ in range(MONOTONE_ROUNDS):
         before = logs
         for order, each in enumerate(lines):
-            wanted = logs + off[order]
-            logs = wanted.copy()
+            target = logs + off[order]
+            logs = target.copy()
             for line in each:
-                logs[line] = isotonic_regression(wanted[line]).x
-            off[order] = wanted - logs
+                logs[line] = isotonic_regression(target[line]).x
+            off[order] = target - logs
         if np.abs(logs - before).max() < 1e-6:
             break
     for line in (line for each in lines for line in each):  # what the rounds have left of it

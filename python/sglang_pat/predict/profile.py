@@ -1,4 +1,4 @@
-"""The profile of one deployment: what ``python -m profiler.sweep`` writes and the engine reads.
+"""The profile of one deployment (:class:`Profile`): what ``python -m profiler.sweep`` writes and the engine reads.
 
 Readable JSON with the raw samples; nothing in it is fitted.  Fits are made when a profile is loaded
 (``sglang_pat.predict.predictor``, ``sglang_pat.predict.cost``), so a better fit needs no new sweep.
@@ -20,26 +20,26 @@ from sglang_pat.files import make_field_error
 from sglang_pat.layout import ParallelLayout, list_candidate_layouts
 
 VERSION = 2
-"""Of the file's format."""
+"""Version of the file's format."""
 
 MAKE_ONE = "make one with python -m profiler.sweep"
 
 Time = Annotated[float, Meta(ge=1e-9, le=3600.0)]
 """Seconds of what takes some time: a step, a prefill."""
 Part = Annotated[float, Meta(ge=0.0, le=3600.0)]
-"""Seconds of what may take none."""
+"""Seconds of what may take no time."""
 Ranks = Annotated[int, Meta(ge=1, le=1024)]
 Count = Annotated[int, Meta(ge=1, le=1 << 16)]
-"""Of requests that there are."""
+"""Number of requests that there are."""
 Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
-"""Of a request."""
+"""Tokens of one request."""
 Size = Annotated[int, Meta(ge=0, le=1 << 50)]
-"""Of bytes, and of the tokens of many requests."""
+"""Number of bytes, or of the tokens of many requests."""
 Name = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]*\Z", max_length=500)]
-"""One line."""
+"""A text of one line."""
 Samples = Annotated[tuple[Time, ...], Meta(max_length=10_000)]
 MOST_POINTS = 4096
-"""Of a kind: a surface through more would take more memory than there is."""
+"""Most points of a kind: a surface through more would take more memory than there is."""
 
 
 THIN = 0.5
@@ -66,7 +66,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: architecture and sizes, e.g. ``LlamaForCausalLM L30 H576 heads12/4 I1536 V49152``.
-        dtype: of weights and KV.
+        dtype: type of weights and KV.
         device: CPU or GPU model; ``attention``: SGLang's attention backend.
         num_ranks, base_tp: N and the lowest degree.
         degrees: candidate degrees, ascending, base first.
@@ -153,7 +153,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: ``measured``, or ``modelled`` from published numbers and bandwidths.
-        sources: for a modelled profile, where each number comes from.
+        sources: where each number of a modelled profile comes from.
         machine: free-form description (cores, load, kernel, date).
         complete: False while a sweep is under way or was interrupted.
         grid: what the sweep was asked to measure.
@@ -184,13 +184,13 @@ def load(path: str | os.PathLike[str], *, complete: bool = False) -> Profile:
         ProfileError: no such file, not a profile, of another format version, or a field that cannot be.
     """
     try:
-        found = files.decode(files.read(path), dict[str, Any])
-        version = found.get("version")
+        fields = files.decode(files.read(path), dict[str, Any])
+        version = fields.get("version")
         if isinstance(version, int) and version != VERSION:
             raise ValueError(f"has format version {version}, this package reads {VERSION}")
         if version != VERSION:
             raise files.make_field_error("version", version, f"expected {VERSION}, as profiles have it")
-        profile = files.convert(found, Profile)
+        profile = files.convert(fields, Profile)
         check(profile)
     except ValueError as error:
         raise ProfileError(f"profile {path}: {error}; {MAKE_ONE}") from None
@@ -232,7 +232,7 @@ def check_fits(profile: Profile, deployment: Fingerprint, path: str | os.PathLik
 
 
 def check(profile: Profile) -> None:
-    """The whole profile."""
+    """Check the whole profile."""
     mark = profile.fingerprint
     _check_layouts(mark)
     _check_points("decode", profile.decode, "context", mark)
@@ -243,7 +243,8 @@ def check(profile: Profile) -> None:
 
 
 def check_sufficient(profile: Profile) -> None:
-    """Whether the engine can predict from it: a step in every candidate layout, and a switch to each of them."""
+    """Check that the engine can predict from the profile: it has a step in every candidate layout, and a switch to each
+    of them."""
     mark = profile.fingerprint
     for tp in mark.degrees:
         dp = mark.num_ranks // tp
@@ -270,8 +271,8 @@ def _check_layouts(mark: Fingerprint) -> None:
     except ValueError as error:
         raise make_field_error("fingerprint.degrees", mark.degrees, str(error)) from None
     if mark.degrees != allowed:
-        given = ", ".join(map(str, mark.degrees[:20]))
-        expected = f"expected ascending degrees, each once, from the base {mark.base_tp}; given are {given or 'none'}"
+        listed = ", ".join(map(str, mark.degrees[:20]))
+        expected = f"expected ascending degrees, each once, from the base {mark.base_tp}; given are {listed or 'none'}"
         raise make_field_error("fingerprint.degrees", mark.degrees, expected)
 
 

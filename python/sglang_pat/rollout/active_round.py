@@ -1,7 +1,10 @@
-"""A round from its beginning to its end: what ends is noted, complete groups are returned, samples started and stopped.
+"""A round from :func:`open_round` to :func:`end_round`: :class:`ActiveRound` is told of each event and returns
+actions.
 
-Beside the round's record (:class:`~.state.Round`) it keeps what follows from it, so that no event has to go through all
-groups.
+``record_finished`` and ``record_stopped`` note what left the engine, ``record_verdicts`` and ``record_reward`` what the
+job says of it.  ``get_more_actions`` then returns complete groups, starts samples or stops them.  Beside the round's
+record (:class:`~.state.Round`) the round keeps what follows from it (:class:`CompletedGroups`, ``LaunchOrder``), so
+that no event has to go through all groups.
 """
 
 from __future__ import annotations
@@ -53,17 +56,17 @@ class CompletedGroups:
         self._classes: dict[int, list[tuple[int, int]]] = {}
 
     def add_last(self, group: Group) -> None:
-        """It is the last to have been completed."""
+        """Note that the group is the last to have been completed."""
         self._completed[group.order] = len(self._completed)
 
     def add(self, group: Group, least: int) -> None:
-        """It may be returned; ``least``: how many more rounds it may wait."""
+        """Let a group be returned; ``least``: how many more rounds it may wait."""
         heapq.heappush(self._classes.setdefault(least, []), (self._completed[group.order], group.order))
 
     def pop(self, may_take: Callable[[int], bool]) -> int | None:
         """The order of the first completed of those whose class may be taken now; None if there is none."""
-        found = [(heap[0], heap) for least, heap in self._classes.items() if heap and may_take(least)]
-        return heapq.heappop(min(found)[1])[1] if found else None
+        heaps = [(heap[0], heap) for least, heap in self._classes.items() if heap and may_take(least)]
+        return heapq.heappop(min(heaps)[1])[1] if heaps else None
 
 
 def open_round(rules: Rules, state: State, mode: Strict, deadlines: Deadlines, version: int) -> list[Action]:
@@ -107,7 +110,7 @@ def _may_begin(rules: Rules, state: State, version: int) -> tuple[int, int]:
 
 
 def _take_over(rules: Rules, state: State, round_: Round) -> list[Action]:
-    """What is complete or half done is part of the round from the start, and not copied but to be judged."""
+    """Make what is complete or half done part of the round from the start, not copied but to be judged."""
     waiting, state.waiting = state.waiting, []
     actions: list[Action] = []
     for group in waiting:
@@ -119,7 +122,7 @@ def _take_over(rules: Rules, state: State, round_: Round) -> list[Action]:
 
 
 def _ask_verdict(rules: Rules, round_: Round, group: Group) -> list[Action]:
-    """For the verdict on a complete group, where one is wanted and was not given."""
+    """The action that asks for the verdict on a complete group, where one is wanted and was not given."""
     group.judging = rules.filter_groups and not group.useful
     round_.judging += group.judging
     return [Judge(group)] if group.judging else []
@@ -129,10 +132,10 @@ class ActiveRound:
     """The round of ``state.round``, told what happens in it; each method returns what is to be done.
 
     Args:
-        deadlines: kept up to date.
+        deadlines: the deadlines, which the round keeps up to date.
 
     Attributes:
-        round: its record, part of the state.
+        round: record of the round, part of the state.
         kept: lengths of the responses returned.
     """
 
@@ -142,7 +145,7 @@ class ActiveRound:
         self._rules, self._state, self._deadlines = rules, state, deadlines
         self.kept: list[int] = []
         self._alive = 0
-        """Samples that the engine has."""
+        """Number of samples that the engine has."""
         self._groups = {group.key: group for group in round_.groups}
         self._borrowed = {group.order for group in round_.groups}
         """Groups that copies of earlier states have as well: they may not be changed before they are
@@ -158,20 +161,20 @@ class ActiveRound:
 
     def record_finished(self, sample: SampleId, output: Output) -> list[Action]:
         """See :meth:`Admitter.record_finished`."""
-        found = self._find(sample)
-        if found is None:
+        place = self._find(sample)
+        if place is None:
             return []
-        group, mine = found
-        late = mine.state == STOPPING and not self._rules.keeps
-        self._record_output(group, mine, output)
-        note_sample(self.round.drawn, group, mine, True, self._rules.num_responses)
+        group, response = place
+        late = response.state == STOPPING and not self._rules.keeps
+        self._record_output(group, response, output)
+        note_sample(self.round.drawn, group, response, True, self._rules.num_responses)
         if late:
-            self.round.thrown += group.drop_tokens(mine)
+            self.round.thrown += group.drop_tokens(response)
             self._requeue(group)
             return self.get_more_actions()
-        mine.state = DONE
-        self._state.cost.add_response(mine.output)
-        group.chosen.append(mine.number)
+        response.state = DONE
+        self._state.cost.add_response(response.output)
+        group.chosen.append(response.number)
         if self._rules.unbiased and group.floors:
             return self._redraw(group) + self.get_more_actions()
         completed = self._complete(group) if len(group.chosen) == self._rules.num_responses else []
@@ -179,17 +182,17 @@ class ActiveRound:
 
     def record_stopped(self, sample: SampleId, output: Output) -> list[Action]:
         """See :meth:`Admitter.record_stopped`."""
-        found = self._find(sample)
-        if found is None:
+        place = self._find(sample)
+        if place is None:
             return []
-        group, mine = found
-        self._record_output(group, mine, output)
-        self.round.aborted.append(mine.output.tokens)
+        group, response = place
+        self._record_output(group, response, output)
+        self.round.aborted.append(response.output.tokens)
         if self._rules.keeps:
-            mine.state = NEW
+            response.state = NEW
         else:
-            note_sample(self.round.drawn, group, mine, False, self._rules.num_responses)
-            self.round.thrown += group.drop_tokens(mine)
+            note_sample(self.round.drawn, group, response, False, self._rules.num_responses)
+            self.round.thrown += group.drop_tokens(response)
         self._requeue(group)
         return self.get_more_actions()
 
@@ -217,9 +220,9 @@ class ActiveRound:
         group = self._groups.get(sample.key)
         if group is None or not (group.order in self.round.open or group.order in self.round.complete):
             return  # returned: whoever has it has its rewards
-        mine = self._get_own_copy(group).samples[sample.number]
-        if mine.state == DONE and mine.attempt == sample.attempt:
-            mine.reward = reward
+        response = self._get_own_copy(group).samples[sample.number]
+        if response.state == DONE and response.attempt == sample.attempt:
+            response.reward = reward
 
     def list_chosen(self, key: PromptKey) -> list[int] | None:
         """See :meth:`Admitter.list_chosen`."""
@@ -227,7 +230,7 @@ class ActiveRound:
         return None if group is None else group.chosen
 
     def add_prompts(self, prompts: int) -> list[Action]:
-        """So many prompts came; or its epoch has ended."""
+        """Record that ``prompts`` prompts came, or that their epoch has ended."""
         if prompts and self.round.asked and not self._has_fresh:
             self.round.dry = True  # they are of the next epoch: of this one there are no others
         self.round.asked = max(0, self.round.asked - prompts)
@@ -249,18 +252,18 @@ class ActiveRound:
         group = self._groups.get(sample.key)
         if group is None or sample.number >= len(group.samples):
             return None
-        found = group.samples[sample.number]
-        return (group, found) if found.alive and found.attempt == sample.attempt else None
+        response = group.samples[sample.number]
+        return (group, response) if response.alive and response.attempt == sample.attempt else None
 
     def _record_output(self, group: Group, sample: Sample, output: Output) -> None:
-        """It is out of the engine."""
+        """Record what a sample generated that is out of the engine."""
         self._alive -= 1
         self.round.made += output.tokens
         sample.output = sample.output.concatenate(output)
         self._deadlines.record_output(group, output)
 
     def _requeue(self, group: Group) -> None:
-        """One of its samples is out of the engine unfinished."""
+        """Queue the group again one of whose samples is out of the engine unfinished."""
         if not group.complete and not self.round.stopping:
             self._order.add_waiting(group)
 
@@ -276,7 +279,8 @@ class ActiveRound:
         return stop(group, group.draws * responses)
 
     def _complete(self, group: Group) -> list[Action]:
-        """It has all its responses: ask for a verdict or have it returned, and stop its other samples."""
+        """Move a group that has all its responses: ask for a verdict or have it returned, and stop its other
+        samples."""
         group.complete = True
         self.round.complete[group.order] = self.round.open.pop(group.order)
         self._completed.add_last(group)
@@ -289,7 +293,8 @@ class ActiveRound:
 
     @property
     def over(self) -> bool:
-        """Whether nothing of it is in the engine, and nobody is waited for: a full batch needs no more verdicts."""
+        """Whether nothing of the round is in the engine, and nobody is waited for: a full batch needs no more
+        verdicts."""
         round_ = self.round
         awaits = round_.judging or (round_.asked and not self._dry)
         return not self._alive and (round_.stopping or not awaits)
@@ -334,7 +339,7 @@ class ActiveRound:
         return all(count - (j >= least) <= places for j, count in enumerate(round_.owed))
 
     def _remove_group(self, group: Group, where: list[Group]) -> None:
-        """A group is returned or filtered."""
+        """Take a group out of the round that is returned or filtered."""
         round_ = self.round
         least = self._get_least_slack(group)
         round_.owed = [max(0, count - (j >= least)) for j, count in enumerate(round_.owed)]
@@ -342,11 +347,11 @@ class ActiveRound:
         where.append(group)
 
     def _get_least_slack(self, group: Group) -> int:
-        """How many more rounds it may wait."""
+        """Number of rounds that a group may still wait."""
         return self._deadlines.compute_slack(group, self.round.version, self.round.jump)
 
     def _start(self) -> list[Action]:
-        """As many samples as may be."""
+        """Start as many samples as may be."""
         actions: list[Action] = []
         while (group := self._pick_next_group()) is not None:
             actions += [self._launch(group, sample) for sample in self._order.choose_samples(group, self._alive)]
@@ -355,7 +360,7 @@ class ActiveRound:
         return actions
 
     def _ask_for_prompts(self) -> list[Action]:
-        """For prompts, where some could be started that are not there: so many were useless."""
+        """Ask for prompts, where some could be started that are not there: so many were useless."""
         round_ = self.round
         if not self._rules.filter_groups or self._dry or self._has_fresh:
             return []
@@ -373,7 +378,7 @@ class ActiveRound:
         return bool(fresh) and fresh[0].epoch == self.round.epoch
 
     def _pick_next_group(self) -> Group | None:
-        """The group of which samples are started now; part of the round from now on."""
+        """The group of which samples are started now; it is part of the round from now on."""
         round_, state = self.round, self._state
         group = self._order.pick_next(self._has_fresh and round_.room > 0, self._alive)
         if isinstance(group, NextPrompt):
@@ -438,7 +443,7 @@ def end_round(rules: Rules, state: State, round_: Round, kept: list[int]) -> Sum
 
 
 def _complete_round(rules: Rules, state: State, round_: Round, kept: list[int]) -> None:
-    """It has happened: what it returned or filtered is gone, it has passed the others over."""
+    """Record a round that has happened: what it returned or filtered is gone, it has passed the others over."""
     state.rounds[round_.kind] = state.rounds.get(round_.kind, 0) + 1
     state.lengths = [state.lengths[0] + len(kept), state.lengths[1] + sum(kept)]
     state.verdicts = [count * REMEMBERED for count in state.verdicts]

@@ -44,7 +44,8 @@ class Admitter:
     # -- prompts ---------------------------------------------------------------------------------------
 
     def feed(self, prompts: Iterable[tuple[Sequence[int], Any]], end_of: int | None = None) -> list[Action]:
-        """More prompts, each with a key that never came before; ``end_of``: none of this epoch come after them.
+        """Add prompts, each with a key that never came before; ``end_of``: no others of this epoch come after them.  A
+        round that is under way may start them at once.
 
         A round that is under way may start them at once.
 
@@ -103,7 +104,7 @@ class Admitter:
 
     @property
     def epoch(self) -> int | None:
-        """The one that prompts are drawn from: it is over before the next one begins.  None without prompts."""
+        """The epoch that prompts are drawn from: it is over before the next one begins.  None without prompts."""
         return self.state.epoch
 
     @property
@@ -147,8 +148,8 @@ class Admitter:
         return self.record_verdicts([(key, keep)])
 
     def record_verdicts(self, verdicts: Iterable[tuple[Sequence[int], bool]]) -> list[Action]:
-        """Several that were found together: a batch that they fill waits for none of them, so that no useless group is
-        left over, and nothing is started in place of one."""
+        """Record several verdicts that were found together: a batch that they fill waits for none of them, so that no
+        useless group is left over, and nothing is started in place of one."""
         return self._add_end_of_round(self._active.record_verdicts(verdicts)) if self._active else []
 
     def record_reward(self, sample: SampleId, reward: float) -> list[Action]:
@@ -158,7 +159,8 @@ class Admitter:
         return []
 
     def list_chosen(self, key: PromptKey) -> list[int] | None:
-        """Numbers of the responses that a prompt of the round has, and may be returned with; None: it has no such."""
+        """Numbers of the responses that a prompt of the round has, and may be returned with; None: the round has no
+        such prompt."""
         return self._active.list_chosen(key) if self._active else None
 
     def cancel(self) -> list[Action]:
@@ -170,7 +172,7 @@ class Admitter:
         return with_cost(self.rules, self.state.cost, self.state.bias, self.state.keep_rate, summary, seconds)
 
     def _add_end_of_round(self, actions: list[Action]) -> list[Action]:
-        """What a round wants done; its end as well if that was it."""
+        """Actions that a round wants done; its end is among them if that was it."""
         ended = self._active
         if ended is None or not ended.over:
             return actions

@@ -1,4 +1,4 @@
-"""Calls of the training job's functions from a round's event loop, which they do not hold up."""
+"""Calls of the training job's functions (:class:`Calls`) from a round's event loop, which they do not hold up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Calls:
     neither the loop nor whoever takes the groups.  Coroutine functions run in the loop, several calls at once.
 
     Args:
-        thread: its name.
+        thread: name of the thread.
     """
 
     def __init__(self, thread: str) -> None:
@@ -29,11 +29,11 @@ class Calls:
         """
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
             return await function(argument)
-        found = await asyncio.get_running_loop().run_in_executor(self._thread, _call, function, argument)
-        return await found if inspect.isawaitable(found) else found
+        result = await asyncio.get_running_loop().run_in_executor(self._thread, _call, function, argument)
+        return await result if inspect.isawaitable(result) else result
 
     def stop(self) -> None:
-        """What has not begun does not begin."""
+        """Drop the calls that have not begun."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 

@@ -1,4 +1,5 @@
-"""Rounds on a server: the admitter is in this process, samples go over HTTP."""
+"""Rounds on a server (:class:`RolloutClient`): the admitter is in this process, samples go over HTTP
+(:class:`HttpBackend`)."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ CONNECTIONS = 4096
 """Requests that are at the server at once, of up to sixteen samples each; the others wait here."""
 
 SPARED_FILES = 256
-"""Of the files that this process may have open, for others than connections."""
+"""Number of files that this process may have open and keeps for others than connections."""
 
 ONCE = {"stream_interval": 1 << 30}
 """Sampling parameters: an answer is streamed when it is whole."""
@@ -36,7 +37,7 @@ CALL_SECONDS = 30.0
 """Longest wait for the answer to a small call."""
 
 LOOK_SECONDS = 10.0
-"""Between two looks whether the server is alive."""
+"""Seconds between two looks whether the server is alive."""
 
 LOST_SECONDS = 120.0
 """A server that answers no look for so long, or an abort, is lost: so are the samples that it has."""
@@ -48,11 +49,11 @@ class RolloutClient(RolloutCalls):
     When this process ends, or its connections break, the server aborts what it had of the round.
 
     Args:
-        url: of a server with ``--adaptive-tp``, e.g. ``http://localhost:30000``.
+        url: address of a server with ``--adaptive-tp``, e.g. ``http://localhost:30000``.
         tokenizer: the model's, to decode responses that came in pieces (``partial``, several turns); None: their
             ``text`` is empty.
         api_key: of the server, the administrator's if it has both: it is needed to abort.
-        name: of this client's rounds in ``/pat/status``; training jobs that share a server need different ones.
+        name: name of this client's rounds in ``/pat/status``; training jobs that share a server need different ones.
     """
 
     def __init__(self, url: str, tokenizer: Any = None, api_key: str | None = None, name: str = "default") -> None:
@@ -63,7 +64,7 @@ class RolloutClient(RolloutCalls):
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def _watch(self, round_: RolloutRound) -> None:
-        """Each answer says how often weights had been updated."""
+        """Do nothing: each answer says how often weights had been updated."""
 
     def _loop_for_rounds(self) -> EngineLoop:
         return self._loop
@@ -83,7 +84,7 @@ class RolloutClient(RolloutCalls):
                 await backend.close()
 
 
-class _Call:
+class _SampleCall:
     """A sample that the server is asked for.
 
     Attributes:
@@ -98,7 +99,7 @@ class _Call:
         self.sent = False
 
     def expire(self, seconds: float) -> None:
-        """No answer comes after so long, or sooner."""
+        """Lose the call if no answer comes within ``seconds``, unless it is lost sooner."""
         due = asyncio.get_running_loop().time() + seconds
         if not self.limit.expired() and (self.limit.when() or due) >= due:
             self.limit.reschedule(due)
@@ -113,7 +114,7 @@ class HttpBackend:
 
     def __init__(self, url: str, session: aiohttp.ClientSession, tokenizer: Any, name: str) -> None:
         self._url, self._session, self._tokenizer, self._name = url, session, tokenizer, name
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, _SampleCall] = {}
         self._new: list[str] = []
         self._places = asyncio.Semaphore(count_connections())
         self._updates = self._room = 0
@@ -125,11 +126,11 @@ class HttpBackend:
         """Whether the server knows of the round."""
 
     async def begin_round(self, begun: BeginRound) -> None:
-        about = await self._call("POST", "/pat/round", msgspec.structs.replace(begun, name=self._name))
-        if "weight_updates" not in about:
+        server = await self._call("POST", "/pat/round", msgspec.structs.replace(begun, name=self._name))
+        if "weight_updates" not in server:
             raise ValueError(f"{self._url} runs another version of sglang_pat; use the same one here and there")
-        self._updates, self._room = about["weight_updates"], about["room"]
-        self._stop_tokens, self._routed = about["stop_token_ids"], about["routed_experts"]
+        self._updates, self._room = server["weight_updates"], server["room"]
+        self._stop_tokens, self._routed = server["stop_token_ids"], server["routed_experts"]
         self._told = True
         self._begin(self._watch_server())
 
@@ -153,7 +154,7 @@ class HttpBackend:
             ValueError: the server refuses it; its own line.
             ConnectionError: it is gone, or does not answer any more.
         """
-        call = self._calls[rid] = _Call(prompt, name_round(params, self._name))
+        call = self._calls[rid] = _SampleCall(prompt, name_round(params, self._name))
         if not self._new:
             asyncio.get_running_loop().call_soon(self._send)
         self._new.append(rid)
@@ -180,7 +181,7 @@ class HttpBackend:
         self._begin(self._abort(rid))
 
     async def close(self) -> None:
-        """No task of it is left."""
+        """End all tasks of the backend."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -225,7 +226,7 @@ class HttpBackend:
                 if not call.answer.done():
                     call.answer.set_exception(error)
 
-    async def _read(self, calls: dict[str, _Call], request: Any) -> None:
+    async def _read(self, calls: dict[str, _SampleCall], request: Any) -> None:
         """The answers, as they come.  Raises as :meth:`generate`."""
         try:
             async with request as answer:
@@ -236,10 +237,10 @@ class HttpBackend:
                         continue
                     if line.startswith(b'data: {"error"'):
                         raise ValueError(format_refusal(self._url, 400, line[6:]))
-                    said = msgspec.json.decode(line[6:])
-                    call = calls[said["meta_info"]["id"]]
-                    if said["meta_info"]["finish_reason"] is not None and not call.answer.done():
-                        call.answer.set_result(said)
+                    response = msgspec.json.decode(line[6:])
+                    call = calls[response["meta_info"]["id"]]
+                    if response["meta_info"]["finish_reason"] is not None and not call.answer.done():
+                        call.answer.set_result(response)
         except (aiohttp.ClientError, OSError) as error:
             raise self._make_gone_error(error) from None
 
@@ -274,18 +275,19 @@ class HttpBackend:
                 asyncio.timeout(CALL_SECONDS),
                 self._session.request(method, self._url + path, data=data) as answer,
             ):
-                said = await answer.read()
+                content = await answer.read()
         except TimeoutError:
             raise ConnectionError(f"{self._url}{path} has not answered for {CALL_SECONDS:.0f} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise self._make_gone_error(error) from None
         if answer.status != 200:
-            raise ValueError(format_refusal(self._url, answer.status, said))
-        return msgspec.json.decode(said) if said else None
+            raise ValueError(format_refusal(self._url, answer.status, content))
+        return msgspec.json.decode(content) if content else None
 
 
 def count_connections() -> int:
-    """Requests that may be at the server at once; first this process may have as many files open as it can."""
+    """Number of requests that may be at the server at once; first this process may have as many files open as it
+    can."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < CONNECTIONS + SPARED_FILES and (soft < hard or hard == resource.RLIM_INFINITY):
         most = CONNECTIONS + SPARED_FILES
@@ -297,9 +299,9 @@ def count_connections() -> int:
 def format_refusal(url: str, status: int, data: bytes) -> str:
     """A server's refusal, in one line."""
     try:
-        said = str(msgspec.json.decode(data)["error"]["message"])  # as this server and SGLang's write it
+        message = str(msgspec.json.decode(data)["error"]["message"])  # as this server and SGLang's write it
     except (ValueError, TypeError, KeyError):
-        said = data.decode(errors="replace")
+        message = data.decode(errors="replace")
     if status == 404:
-        said += " (is it a server of sglang_pat.launch_server, with --adaptive-tp?)"
-    return f"{url} answered {status}: {' '.join(said.split())[:400]}"
+        message += " (is it a server of sglang_pat.launch_server, with --adaptive-tp?)"
+    return f"{url} answered {status}: {' '.join(message.split())[:400]}"

@@ -1,4 +1,8 @@
-"""Who has to be returned when: no group that was started is passed over in more than ``Rules.max_deferrals`` rounds."""
+"""Who has to be returned when: no group that was started is passed over in more than ``Rules.max_deferrals`` rounds.
+
+:meth:`Deadlines.compute_slack` says how many more rounds a group may wait, :meth:`Deadlines.count_due_groups` how many
+groups the next round must therefore return, and :meth:`Deadlines.drop_stale_tokens` which tokens are too old for that.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +25,18 @@ class Deadlines:
         self._rules = rules
 
     def record_output(self, group: Group, output: Output) -> None:
-        """One of its samples has generated this."""
+        """Record what a sample of the group has generated."""
         oldest = output.oldest
         if self._rules.keeps and oldest is not None:
             group.oldest = oldest if group.oldest is None else min(group.oldest, oldest)
 
     def compute_longest_wait(self, jump: int) -> int:
-        """Rounds that a fresh prompt may have to wait; ``jump``: see :class:`~.state.Round`."""
+        """Most rounds that a fresh prompt may have to wait; ``jump``: see :class:`~.state.Round`."""
         most = self._rules.max_deferrals
         return min(most, self._rules.max_staleness // jump) if self._rules.keeps else most
 
     def compute_slack(self, group: Group, version: int, jump: int) -> int:
-        """How many more rounds may pass it over, as of a round with the weights ``version``.
+        """Number of further rounds that may pass a group over, counted from a round with the weights ``version``.
 
         More than anything for a group that was not begun in an earlier round: see ``Round.room``.
         """
@@ -51,14 +55,15 @@ class Deadlines:
         return (self._rules.max_staleness - (version - oldest)) // jump
 
     def count_due_groups(self, slacks: Sequence[int]) -> list[int]:
-        """Of the groups that may wait at most j more rounds, how many the next one must return (``Round.owed``).
+        """Number of groups that the next round must return among those that may wait at most j more rounds, by j
+        (``Round.owed``).
 
         There may be j·P0 of them left after it, as many as the j rounds after it return.  Since a round starts no more
         fresh prompts than ``Round.room``, and keeps the places that are owed (``ActiveRound._may_take``), no
         figure here ever exceeds P0: nobody waits longer than the bound.
 
         Args:
-            slacks: of the groups that wait.
+            slacks: rounds that each waiting group may still wait.
         """
         size = self._rules.num_prompts
         left = sorted(slacks)
@@ -80,7 +85,7 @@ class Deadlines:
         )
 
     def _is_feasible(self, deferrals: Sequence[int], most: int) -> bool:
-        """Whether all can be returned, P0 a round, those first that may wait least."""
+        """Whether all groups can be returned, P0 a round, if those go first that may wait least."""
         size = self._rules.num_prompts
         slacks = [max(0, most - count) for count in sorted(deferrals, reverse=True)]
         return all(place // size <= slack for place, slack in enumerate(slacks))
@@ -97,19 +102,19 @@ class Deadlines:
         if min(slacks, default=0) >= 0 and max(self.count_due_groups(slacks)) <= size:
             return waiting, 0
         most = self._rules.max_deferrals
-        found = {group.order: group for group in waiting}
+        groups = {group.order: group for group in waiting}
         for rounds in range(-1, most + 1):
-            urgent = [group for group in found.values() if self.compute_slack(group, version, jump) <= rounds]
+            urgent = [group for group in groups.values() if self.compute_slack(group, version, jump) <= rounds]
             too_many = max(0, len(urgent) - (rounds + 1) * size)
             # To throw tokens away helps none that is urgent by its deferrals; but those that are too old have to go.
             by_tokens = sorted((g for g in urgent if rounds < 0 or most - g.deferrals > rounds), key=_count_tokens)
             for group in by_tokens[:too_many]:
-                found[group.order], tokens = self._drop_stale(group, version, jump, rounds)
+                groups[group.order], tokens = self._drop_stale(group, version, jump, rounds)
                 thrown += tokens
-        return list(found.values()), thrown
+        return list(groups.values()), thrown
 
     def _drop_stale(self, group: Group, version: int, jump: int, rounds: int) -> tuple[Group, int]:
-        """Without the tokens that will be too old after so many rounds."""
+        """A copy without the tokens that will be too old after ``rounds`` rounds, and how many tokens these were."""
         group, thrown = group.copy_for_changes(), 0
         for sample in group.samples:
             if self._count_rounds_until_stale(sample.output.oldest, version, jump) <= rounds and sample.output.tokens:

@@ -1,4 +1,5 @@
-"""What a job is told of its rounds, estimates: how much shorter than drawn its responses are, and what rounds cost.
+"""Estimates that a job is told of its rounds: how much shorter than drawn its responses are (:class:`Bias`), and what
+rounds cost (:class:`Cost`).
 
 **Bias.** Kaplan and Meier's estimate of the mean length over all samples drawn.  One that ended is an event; one that
 was aborted is *censored*: it would have been longer.  A sample of a prompt that was passed over counts only from its
@@ -32,7 +33,7 @@ from sglang_pat.rollout.rules import Rules
 logger = logging.getLogger(__name__)
 
 BINS = 16
-"""Per doubling of the length.  All prompts are cut at much the same one, and others end just before it."""
+"""Bins per doubling of the length.  All prompts are cut at much the same one, and others end just before it."""
 
 SLOW = -1
 """Level of the prompts of which nothing had ended when they were first passed over."""
@@ -42,7 +43,8 @@ KEPT = 1 - 1 / 64
 
 
 class LengthBin(NamedTuple):
-    """Of the samples that came to a bin so many that ended there, with so many tokens on average; ``share``: of all."""
+    """A bin of lengths: ``exposed`` samples came to it, ``share`` of them ended in it, with ``tokens`` tokens on
+    average."""
 
     exposed: float
     share: float
@@ -53,9 +55,9 @@ class DrawnLengths(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Samples by bins of their length, as weights.
 
     Attributes:
-        ended: those that ended by themselves; ``tokens``: of them, in all.
-        cut: those that were aborted, where they were.
-        entered: those that count from their floor on only, there.
+        ended: samples that ended by themselves; ``tokens``: their tokens, in all.
+        cut: samples that were aborted, at their length.
+        entered: samples that count from their floor on only, at their floor.
     """
 
     ended: dict[int, float] = {}
@@ -76,34 +78,34 @@ class DrawnLengths(msgspec.Struct, kw_only=True, omit_defaults=True):
             add(self.cut, get_bin(tokens), 1.0)
 
     def merge(self, more: DrawnLengths) -> None:
-        """Add others."""
-        for mine, others in zip(msgspec.structs.astuple(self), msgspec.structs.astuple(more), strict=True):
-            for place, weight in others.items():
-                add(mine, place, weight)
+        """Add the weights of other samples."""
+        for weights, more_weights in zip(msgspec.structs.astuple(self), msgspec.structs.astuple(more), strict=True):
+            for place, weight in more_weights.items():
+                add(weights, place, weight)
 
     def fade(self) -> None:
-        """Count for less, by ``KEPT``."""
-        for mine in msgspec.structs.astuple(self):
-            for place in mine:
-                mine[place] *= KEPT
+        """Let all weights count for less, by ``KEPT``."""
+        for weights in msgspec.structs.astuple(self):
+            for place in weights:
+                weights[place] *= KEPT
 
     @property
     def first(self) -> float:
-        """Samples of first draws."""
+        """Number of samples of first draws."""
         return sum(self.ended.values()) + sum(self.cut.values()) - sum(self.entered.values())
 
     def estimate_curve(self) -> dict[int, LengthBin]:
         """How responses end if nothing is thrown away, by bin, in their order."""
         risk = self.first
-        found: dict[int, LengthBin] = {}
+        curve: dict[int, LengthBin] = {}
         for place in sorted({*self.ended, *self.cut, *self.entered}):
             ended, cut, entered = (those.get(place, 0.0) for those in (self.ended, self.cut, self.entered))
             if ended:
                 # Those that come or go within a bin are there for half of it.
                 exposed = max(risk + (entered - cut) / 2, ended)
-                found[place] = LengthBin(exposed, ended / exposed, self.tokens[place] / ended)
+                curve[place] = LengthBin(exposed, ended / exposed, self.tokens[place] / ended)
             risk += entered - ended - cut
-        return found
+        return curve
 
     def estimate_mean(self) -> tuple[float, float, float]:
         """Tokens of a response if nothing had been thrown away, 0 if nothing ended; the variance of that estimate
@@ -113,17 +115,17 @@ class DrawnLengths(msgspec.Struct, kw_only=True, omit_defaults=True):
         mean = unseen = bins[-1].tokens if bins else 0.0
         variance = 0.0
         for exposed, share, tokens in reversed(bins):
-            rest = 1 - share
-            variance = rest**2 * variance + share * rest / exposed * (mean - tokens) ** 2
-            mean, unseen = share * tokens + rest * mean, rest * unseen
+            survival = 1 - share
+            variance = survival**2 * variance + share * survival / exposed * (mean - tokens) ** 2
+            mean, unseen = share * tokens + survival * mean, survival * unseen
         return mean, variance, unseen
 
 
 class Bias(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Of rounds not long ago.
+    """Samples of the rounds not long ago, by which the bias of a round is estimated.
 
     Attributes:
-        responses: of the groups that were returned or filtered; ``tokens``: of them, in all.
+        responses: number of those of groups that were returned or filtered; ``tokens``: their tokens, in all.
         drawn: all samples, by level.
     """
 
@@ -141,7 +143,7 @@ class Bias(msgspec.Struct, kw_only=True, omit_defaults=True):
             self.drawn.setdefault(level, DrawnLengths()).merge(drawn)
 
     def compute_mean_returned(self) -> float:
-        """Tokens of a response; 0 if there was none."""
+        """Mean tokens of a returned response; 0 if there was none."""
         return self.tokens / self.responses if self.responses else 0.0
 
     def estimate_mean_undropped(self) -> tuple[float, float]:
@@ -151,12 +153,16 @@ class Bias(msgspec.Struct, kw_only=True, omit_defaults=True):
         """
         mean = variance = unseen = 0.0
         for weight, drawn in self.compute_level_weights():
-            mine = drawn.estimate_mean()
-            mean, variance, unseen = mean + weight * mine[0], variance + weight**2 * mine[1], unseen + weight * mine[2]
+            level = drawn.estimate_mean()
+            mean, variance, unseen = (
+                mean + weight * level[0],
+                variance + weight**2 * level[1],
+                unseen + weight * level[2],
+            )
         return mean, variance**0.5 + unseen
 
     def compute_level_weights(self) -> list[tuple[float, DrawnLengths]]:
-        """Each level with the share of all samples that is of it."""
+        """Levels, each with the share of all samples that is of it."""
         first = sum(drawn.first for drawn in self.drawn.values())
         return [(drawn.first / first, drawn) for drawn in self.drawn.values()] if first else []
 
@@ -180,13 +186,13 @@ def note_sample(levels: dict[int, DrawnLengths], group: Group, sample: Sample, e
 
 
 def get_bin(tokens: int) -> int:
-    """Of a length."""
+    """Bin of a length in tokens."""
     return int(BINS * math.log2(max(tokens, 1)))
 
 
-def add(found: dict[int, float], place: int, weight: float) -> None:
-    """To what there is in a bin."""
-    found[place] = found.get(place, 0.0) + weight
+def add(weights: dict[int, float], place: int, weight: float) -> None:
+    """Add a weight to a bin."""
+    weights[place] = weights.get(place, 0.0) + weight
 
 
 LEAST_ROUNDS = 14.0
@@ -194,10 +200,10 @@ LEAST_ROUNDS = 14.0
 
 
 class Cost(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Of rounds not long ago.
+    """Costs of the rounds not long ago.
 
     Attributes:
-        rounds, seconds: of them; ``kept``, ``thrown``: tokens.
+        rounds, seconds: number and time of these rounds; ``kept``, ``thrown``: their tokens.
         ended: responses that ended by themselves, by bins of their length; ``took``: seconds that they took, in all.
         warned: whether the job was told.
     """
@@ -222,18 +228,18 @@ class Cost(msgspec.Struct, kw_only=True, omit_defaults=True):
         self.seconds = KEPT * self.seconds + seconds
         self.kept = KEPT * self.kept + sum(summary.kept_lengths)
         self.thrown = KEPT * self.thrown + summary.thrown
-        for found in (self.ended, self.took):
-            for place in found:
-                found[place] *= KEPT
+        for weights in (self.ended, self.took):
+            for place in weights:
+                weights[place] *= KEPT
 
     def estimate_plain_seconds(self, bias: Bias, prompts: int, responses: int) -> float:
-        """Of a plain round, an estimate; 0 if nobody has a clock."""
+        """Estimated seconds of a plain round; 0 if nobody has a clock."""
         chances = compute_longest_chances(
             ((weight, drawn.estimate_curve()) for weight, drawn in bias.compute_level_weights()), prompts, responses
         )
-        known = {place: chance for place, chance in chances.items() if place in self.took}
-        seconds = sum(chance * self.took[place] / self.ended[place] for place, chance in known.items())
-        return seconds / sum(known.values()) if known else 0.0
+        measured = {place: chance for place, chance in chances.items() if place in self.took}
+        seconds = sum(chance * self.took[place] / self.ended[place] for place, chance in measured.items())
+        return seconds / sum(measured.values()) if measured else 0.0
 
 
 def compute_longest_chances(
@@ -245,19 +251,19 @@ def compute_longest_chances(
         levels: share of the prompts, and how their responses end.
     """
     ends: dict[int, float] = {}
-    """By bin: how much more likely it is that all responses to a prompt have ended by then than by the bin before."""
+    """Chance by bin that the last response to a prompt ends in it."""
     for weight, curve in levels:
         longer = 1.0
         for number, (place, ended) in enumerate(curve.items()):
             # Who outlives the last is taken to be as long.
             before, longer = longer, longer * (1 - ended.share) if number + 1 < len(curve) else 0.0
             add(ends, place, weight * ((1 - longer) ** responses - (1 - before) ** responses))
-    found: dict[int, float] = {}
+    chances: dict[int, float] = {}
     all_ended = 0.0
     for place in sorted(ends):
         before, all_ended = all_ended, min(all_ended + ends[place], 1.0)
-        found[place] = all_ended**prompts - before**prompts
-    return found
+        chances[place] = all_ended**prompts - before**prompts
+    return chances
 
 
 def with_cost(rules: Rules, cost: Cost, bias: Bias, keep_rate: float, summary: Summary, seconds: float) -> Summary:
@@ -276,15 +282,15 @@ def with_cost(rules: Rules, cost: Cost, bias: Bias, keep_rate: float, summary: S
 
 def format_advice(rules: Rules, cost: Cost, summary: Summary) -> str:
     """One line if tail batching does not pay, else nothing."""
-    found: list[str] = []
+    reasons: list[str] = []
     extra = rules.started_prompts > rules.num_prompts or rules.started_responses > rules.num_responses
     if extra and summary.mean_seconds > summary.plain_seconds > 0:
-        found.append(
+        reasons.append(
             f"its rounds take {summary.mean_seconds:.3g} s on average, with these lengths plain ones (eta_prompts "
             f"and eta_responses 1) would take some {summary.plain_seconds:.3g} s"
         )
     if rules.unbiased and cost.thrown > cost.kept:
-        made = (cost.thrown + cost.kept) / max(cost.kept, 1.0)
-        found.append(f"{made:.1f} tokens are generated for each one returned")
+        tokens = (cost.thrown + cost.kept) / max(cost.kept, 1.0)
+        reasons.append(f"{tokens:.1f} tokens are generated for each one returned")
     name = f"{rules.mode}, unbiased" if rules.unbiased else rules.mode
-    return f"tail batching ({name}): {'; '.join(found)}; see docs/rollouts.md, What it costs" if found else ""
+    return f"tail batching ({name}): {'; '.join(reasons)}; see docs/rollouts.md, What it costs" if reasons else ""

@@ -1,7 +1,8 @@
-"""How a round is put together, in each mode: its kind, how many prompts it needs, and which sample is started next.
+"""How a round is put together, in each mode (:class:`Strict`, :class:`Reorder`, :class:`Partial`): its kind, how many
+prompts it needs (:class:`RoundShape`), and which sample is started next.
 
-The modes are pure functions of the state.  The order of launches is kept up to date event by event, so that nothing is
-scanned.
+The modes are pure functions of the state.  The order of launches (:class:`QueueFirst`, :class:`ShortestFirst`,
+:class:`ResumedFirst`) is kept up to date event by event, so that nothing is scanned.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from sglang_pat.rollout.state import LONG, SHORT, Round, State
 
 
 class NextPrompt:
-    """Instead of a group: the next prompt that was never started."""
+    """The next prompt that was never started, in place of a group."""
 
 
 FRESH = NextPrompt()
@@ -36,17 +37,17 @@ class LaunchOrder:
             self.add_waiting(group)
 
     def add_waiting(self, group: Group) -> None:
-        """It may have samples to start; its priority is the one of this moment."""
+        """Queue a group that may have samples to start, with its priority of this moment."""
         if group.order not in self._waiting:
             self._waiting.add(group.order)
             heapq.heappush(self._heap, (*self._get_priority(group), group.order))
 
     def _get_priority(self, group: Group) -> tuple[Any, ...]:
-        """The smallest first, those that are equal by arrival."""
+        """Sort key of a group, the smallest first; groups with equal keys go by arrival."""
         return ()
 
     def _pop(self) -> Group | None:
-        """Of the groups with samples to start, the first."""
+        """The first group with samples to start."""
         while self._heap:
             order = heapq.heappop(self._heap)[-1]
             self._waiting.remove(order)
@@ -68,7 +69,7 @@ class QueueFirst(LaunchOrder):
         return sorted(waiting, key=lambda group: (group.deferrals, -group.order))
 
     def pick_next(self, fresh: bool, alive: int) -> Group | NextPrompt | None:
-        """What to start now.
+        """Choose what to start now.
 
         Args:
             fresh: whether a fresh prompt may be.
@@ -77,15 +78,15 @@ class QueueFirst(LaunchOrder):
         return self._pop() or (self._choose(fresh) if self.count_free_places(alive) > 0 else None)
 
     def count_free_places(self, alive: int) -> int:
-        """Prompts that may be started beside those that are."""
+        """Number of prompts that may be started beside those that are under way."""
         round_ = self._round
         under_way = len(round_.open) + len(round_.complete) + len(round_.taken)
         if not self._rules.filter_groups:
             return round_.prompts - under_way
         # As many as will hardly be too few for the places that are free, if as many are useless as before.
         missing = round_.target - len(round_.taken) - (len(round_.complete) - round_.judging)
-        wanted = missing * round_.prompts / round_.target / self._state.keep_rate
-        return math.ceil(round(wanted, 6)) - len(round_.open) - round_.judging
+        prompts = missing * round_.prompts / round_.target / self._state.keep_rate
+        return math.ceil(round(prompts, 6)) - len(round_.open) - round_.judging
 
     def _choose(self, fresh: bool) -> Group | NextPrompt | None:
         round_ = self._round
@@ -97,7 +98,7 @@ class QueueFirst(LaunchOrder):
         return FRESH if fresh else None
 
     def choose_samples(self, group: Group, alive: int) -> list[Sample]:
-        """Of a group that was just picked, those to start."""
+        """Samples to start of a group that was just picked."""
         return list_unstarted(self._round, group)
 
 
@@ -159,7 +160,7 @@ def list_unstarted(round_: Round, group: Group) -> list[Sample]:
 
 
 def compute_priority(group: Group) -> tuple[int, float, int]:
-    """Of resuming a group in ``partial``, smallest first (after the recipe's ``get_scheduling_priority``).
+    """Priority of resuming a group in ``partial``, smallest first (after the recipe's ``get_scheduling_priority``).
 
     Few unfinished samples, short finished ones (unknown: last), old tokens first.  The recipe has new tokens
     first; here old ones have a bound to keep.
@@ -207,7 +208,8 @@ class Strict:
         return fresh < self.rules.num_prompts
 
     def count_needed(self, state: State, owed: list[int]) -> int:
-        """Fresh prompts for a whole round; more than these if some are likely to be useless (``filter_groups``)."""
+        """Number of fresh prompts for a whole round; more than these if some are likely to be useless
+        (``filter_groups``)."""
         plan = self.plan(state, owed, self.rules.num_prompts)
         waiting = 0 if plan.kind == SHORT else len(state.waiting)
         return math.ceil(plan.prompts / state.keep_rate) - waiting
@@ -256,4 +258,4 @@ class Partial(Reorder):
 
 
 BY_NAME: dict[str, type[Strict]] = dict(zip(MODES, (Strict, Reorder, Partial), strict=True))
-"""By the name that a job gives (``Rules.mode``)."""
+"""Orders by the name that a job gives (``Rules.mode``)."""

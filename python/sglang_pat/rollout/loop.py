@@ -1,4 +1,4 @@
-"""The event loop of an ``Engine``.
+"""The event loop of an ``Engine`` (:class:`EngineLoop`).
 
 SGLang runs its loop inside each call, in the thread of the caller, and nobody runs it between calls.  So does this one,
 but a rollout has it run in a thread of its own (:meth:`EngineLoop.iterate`).  Calls made meanwhile, in any thread, are
@@ -23,18 +23,20 @@ END_SECONDS = 1.0
 
 
 class EngineLoop(uvloop.Loop):
-    """One at a time runs it: the first that comes, or the thread.  All others that are inside ask that one."""
+    """An event loop that one thread at a time runs: the first that comes, or a thread of its own.  All others that are
+    inside ask that one."""
 
     def __init__(self) -> None:
         super().__init__()
         self._turn = threading.RLock()
-        """Held while it is decided who runs the loop."""
+        """Lock that is held while it is decided who runs the loop."""
         self._inside = 0
-        """Calls and rollouts under way."""
+        """Number of calls and rollouts under way."""
         self._thread: threading.Thread | None = None
         self._asked: set[Future[Any]] = set()
         self._iterated: set[AsyncGenerator[Any, None]] = set()
-        """Held here too: else they would be garbage together with who iterates, and be closed twice at once."""
+        """Generators held here too: else they would be garbage together with who iterates, and be closed twice at
+        once."""
         self._ended = False
 
     def run_until_complete(self, future: Awaitable[Any]) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -78,7 +80,7 @@ class EngineLoop(uvloop.Loop):
                 self._close(events)
 
     def end(self) -> None:
-        """The engine is gone: whoever waits gets an error, and the thread ends."""
+        """End the thread, as the engine is gone: whoever waits gets an error."""
         self._ended = True
         for answer in list(self._asked):
             _set_answer(answer, error=_shut_down())
@@ -118,7 +120,7 @@ class EngineLoop(uvloop.Loop):
             self._leave()
 
     def _run_in_loop(self, future: Awaitable[Any]) -> Any:
-        """Have whoever runs the loop do it."""
+        """Have whoever runs the loop call the function."""
         answer: Future[asyncio.Future[Any]] = Future()
         tasks: list[asyncio.Future[Any]] = []
 
@@ -143,6 +145,6 @@ def _shut_down() -> RuntimeError:
 
 
 def _set_answer(answer: Future[Any], result: Any = None, error: Exception | None = None) -> None:
-    """Unless it was told already."""
+    """Set the answer unless there is one already."""
     if not answer.done():
         answer.set_exception(error) if error is not None else answer.set_result(result)

@@ -1,4 +1,5 @@
-"""Prompts and their samples, and what the admitter says is to be done with them.
+"""Prompts and their samples (:class:`Group`, :class:`Sample`, :class:`Output`), and what the admitter says is to be
+done with them (:data:`Action`).
 
 There are tens of thousands of samples in a large round: none refers to what refers to it, so Python's garbage collector
 does not go through them (``gc=False``), which would hold up the event loop.
@@ -35,8 +36,8 @@ class SampleId(NamedTuple):
 
 
 class Span(msgspec.Struct, array_like=True, gc=False):
-    """So many tokens, one after the other, were generated under this weight version; None: they were given
-    (``turns.py``), by a tool for example."""
+    """A run of ``tokens`` tokens that were generated under one weight version; None: they were given (``turns.py``), by
+    a tool for example."""
 
     version: int | None
     tokens: int
@@ -49,12 +50,12 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
         spans: weight versions of its tokens, in their order.
         token_ids, logprobs: ``[tokens]`` each, given ones included (log-prob 0), or empty where nobody needs them
             (simulations).
-        text: of the tokens.
+        text: the tokens, decoded.
         finish_reason: ``stop``, ``length``, or one of ``turns.py``; empty while unfinished.
         asked: the model has ended its turn, and the environment has not answered yet.
-        seconds: that it took, tools included; 0 where nobody has a clock.
-        routed_experts: of an engine with ``--enable-return-routed-experts``, for each token of prompt and response but
-            the last: int16 ``[tokens - 1, layers, experts per token]``, as bytes.
+        seconds: time of the response, tools included; 0 where nobody has a clock.
+        routed_experts: experts of each token of prompt and response but the last, from an engine with
+            ``--enable-return-routed-experts``: int16 ``[tokens - 1, layers, experts per token]``, as bytes.
     """
 
     spans: list[Span] = []
@@ -68,7 +69,7 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
 
     @property
     def tokens(self) -> int:
-        """Generated ones: what limits count, and what a length is."""
+        """Number of generated tokens: what limits count, and what a length is."""
         tokens = 0
         for span in self.spans:
             if span.version is not None:
@@ -85,11 +86,11 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
         return [span.version for span in self.spans for _ in range(span.tokens)]
 
     def make_mask(self) -> list[bool]:
-        """Of each token whether the model generated it, ``[tokens]``: what a loss may count."""
+        """Whether the model generated each token, ``[tokens]``: what a loss may count."""
         return [version is not None for version in self.list_versions()]
 
     def concatenate(self, more: Output) -> Output:
-        """This prefix and what was generated after it."""
+        """This output, followed by what was generated after it."""
         spans = [Span(span.version, span.tokens) for span in self.spans]
         for span in more.spans:
             if spans and spans[-1].version == span.version:
@@ -125,11 +126,11 @@ class Sample(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False, gc=Fals
 
     @property
     def alive(self) -> bool:
-        """Whether the engine has it."""
+        """Whether the engine has the sample."""
         return self.state in (RUNNING, STOPPING)
 
     def reset(self) -> int:
-        """Forget what it generated; so many tokens."""
+        """Forget what the sample generated, and return its number of tokens."""
         tokens = self.output.tokens
         self.output, self.state, self.had, self.reward = Output(), NEW, tokens, None
         return tokens
@@ -140,16 +141,16 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
 
     Attributes:
         prompt: whatever the engine is to be given, as JSON has it.
-        order: of arrival.
+        order: number of its arrival.
         deferrals: rounds that passed it over since it was first started.
         seen: tokens of the longest response that was thrown away; to the end it would have been longer.
         begun: whether it was started in a round before this one.
-        complete: it has all its responses.
+        complete: whether it has all its responses.
         judging: complete, and waits for a verdict; ``useful``: it had one, and it was good.
         chosen: numbers of the samples that are kept, in the order in which they ended.
         oldest: weight version of its oldest token, where tokens outlive their round; None without tokens.  Kept event
             by event (``deadlines.py``): to go through all tokens of all groups when a round begins takes long.
-        level: how long its short responses were, see ``estimates.py``; None: not known yet.
+        level: level of the length of its short responses, see ``estimates.py``; None: not known yet.
         floors: tokens that each response had had when the group was last passed over; empty before.
         rejected: draws that were rejected in this round, see ``redraws.py``; those up to ``draws`` may run.
     """
@@ -178,8 +179,8 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
 
     def find_oldest(self) -> int | None:
         """What :attr:`oldest` is to be, by going through its tokens."""
-        found = [sample.output.oldest for sample in self.samples]
-        return min((version for version in found if version is not None), default=None)
+        versions = [sample.output.oldest for sample in self.samples]
+        return min((version for version in versions if version is not None), default=None)
 
     @property
     def tokens(self) -> int:
@@ -189,30 +190,30 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
         return [self.samples[number] for number in self.chosen]
 
     def list_rewarded(self) -> list[Sample]:
-        """Those to train on after a round with rewards (:func:`~sglang_pat.rollout.missing.choose_rewarded`)."""
+        """Samples to train on after a round with rewards (:func:`~sglang_pat.rollout.missing.choose_rewarded`)."""
         kept = self.list_kept()
         return [kept[index] for index in choose_rewarded([sample.reward is not None for sample in kept])]
 
     def floor(self, number: int) -> int:
-        """Of a sample, whichever draw it is of; 0 if the group was never passed over."""
+        """Floor of a sample, whichever draw it is of; 0 if the group was never passed over."""
         return self.floors[number % len(self.floors)] if self.floors else 0
 
     def get_sample_id(self, sample: Sample) -> SampleId:
-        """Of one of its samples, in its present attempt."""
+        """Id of one of the group's samples, in its present attempt."""
         return SampleId(*self.key, sample.number, sample.attempt)
 
     def copy_for_changes(self) -> Group:
         """A copy that may be changed.  Between two rounds groups are shared with copies of the state."""
-        mine = copy(self)
-        mine.samples, mine.chosen = [copy(sample) for sample in self.samples], list(self.chosen)
-        return mine
+        group = copy(self)
+        group.samples, group.chosen = [copy(sample) for sample in self.samples], list(self.chosen)
+        return group
 
     def fill(self, responses: int) -> None:
-        """At least so many samples from now on."""
+        """Have at least ``responses`` samples from now on."""
         self.samples += [Sample(number=number) for number in range(len(self.samples), responses)]
 
     def drop_tokens(self, sample: Sample) -> int:
-        """Throw away what one of its samples generated; so many tokens."""
+        """Throw away what one of the samples generated, and return its number of tokens."""
         tokens = sample.reset()
         self.seen = max(self.seen, tokens)
         return tokens
@@ -260,13 +261,14 @@ class Summary(msgspec.Struct, kw_only=True, frozen=True):
         thrown: tokens thrown away.
         kept_lengths: tokens of the responses returned.
         aborted_lengths: tokens of the samples that were stopped, as far as they had come.
-        ages: of all groups that wait now, rounds that passed them over.
+        ages: rounds that passed over each group that waits now.
         redraws, gave_up: see :class:`~.state.Round`.
         mean_returned: tokens of a response of the groups that were returned or filtered in some 64 rounds;
             ``mean_undropped``: what it would be if nothing were thrown away, an estimate (``estimates.py``), and
             ``mean_undropped_error``: how far off it may be by chance.
-        seconds: of the round, 0 where nobody has a clock; ``mean_seconds``: of some 64 rounds; ``plain_seconds``: of a
-            round with the same lengths and without tail batching, an estimate (``estimates.py``).
+        seconds: time of the round, 0 where nobody has a clock; ``mean_seconds``: mean of some 64 rounds;
+            ``plain_seconds``: that of a round with the same lengths and without tail batching, an estimate
+            (``estimates.py``).
         warning: what its job should know, one line, once; empty mostly.
     """
 

@@ -34,7 +34,7 @@ MOST = 63
 
 
 def choose_sample_count(rejected: int) -> int:
-    """Draws to start when so many were rejected."""
+    """Number of draws to start when so many were rejected."""
     return min(rejected + 1, AT_ONCE, MOST - rejected)
 
 
@@ -77,12 +77,13 @@ def has_given_up(group: Group) -> bool:
 
 
 def _get_current_draw(group: Group, responses: int) -> list[Sample]:
-    """The lowest that is not rejected."""
+    """The lowest draw that is not rejected."""
     return group.samples[group.rejected * responses : (group.rejected + 1) * responses]
 
 
 def _is_longer(group: Group, sample: Sample) -> bool:
-    """One that its limit has ended would have been: a limit below the floor is one that was lowered since."""
+    """Whether a sample is longer than its floor, or would have been: a limit that is below the floor was lowered
+    since."""
     output = sample.output
     return sample.state == DONE and (output.finish_reason == "length" or output.tokens > group.floor(sample.number))
 
@@ -99,7 +100,7 @@ def _is_rejected(group: Group, responses: int) -> bool:
 
 
 def _drop_samples(group: Group, samples: Sequence[Sample]) -> int:
-    """What has ended of them."""
+    """Throw away what has ended of a draw's samples."""
     ended = [sample for sample in samples if sample.state == DONE]
     numbers = {sample.number for sample in ended}
     group.chosen = [number for number in group.chosen if number not in numbers]

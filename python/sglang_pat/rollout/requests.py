@@ -1,4 +1,5 @@
-"""The requests of a sample: what the engine is given, once or in pieces; and what a round needs of an engine."""
+"""The requests of a sample (:class:`Requests`): what the engine is given, once or in pieces; and what a round needs of
+an engine (:class:`Backend`)."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ import numpy as np
 
 from sglang_pat.messages import GENERATED_PARAM, ROUND_PARAM, BeginRound
 from sglang_pat.rollout.records import Output, SampleId, Span
-from sglang_pat.rollout.turns import Turns, make_turn
+from sglang_pat.rollout.turns import EnvironmentCalls, make_turn
 
 CUT = "\ufffd"
 """What a part of a character is decoded to."""
 
 IN_VAIN = 16
-"""So often may a sample be aborted at the same length: an engine that aborts whatever it is asked for has no bound."""
+"""Number of times that a sample may be aborted at the same length: an engine that aborts whatever it is asked for has
+no bound."""
 
 
 WHOLE_ONLY = (
@@ -36,7 +38,7 @@ class Backend(Protocol):
         ...
 
     async def end_round(self, name: str) -> None:
-        """It has nothing of the round any more."""
+        """Record that the engine has nothing of the round any more."""
         ...
 
     def count_updates(self) -> int:
@@ -52,10 +54,10 @@ class Backend(Protocol):
         ...
 
     def abort(self, rid: str) -> None:
-        """Stop it; :meth:`generate` returns what there is."""
+        """Stop a request; :meth:`generate` returns what there is."""
 
     def decode_tokens(self, token_ids: list[int]) -> str:
-        """Of a response that came in pieces."""
+        """Text of a response that came in pieces."""
         ...
 
     def get_token_limit(self) -> int:
@@ -89,7 +91,7 @@ def make_output(answer: dict[str, Any], params: dict[str, Any], stop_tokens: Ite
     An abort may come in the step that makes the last token; SGLang then says no more than that it was aborted.
 
     Args:
-        params: of the request; ``stop_tokens``: that end a response of this model.
+        params: parameters of the request; ``stop_tokens``: ids that end a response of this model.
     """
     meta, ids = answer["meta_info"], list(answer["output_ids"])
     reason: str = meta["finish_reason"]["type"]
@@ -111,19 +113,22 @@ class Requests:
 
     Args:
         name: what the ids of all of them begin with.
-        version, params, turns: of the round, see :class:`~.rounds.RolloutRound`.
+        version, params, turns: see :class:`~.rounds.RolloutRound`.
     """
 
-    def __init__(self, backend: Backend, name: str, version: int, params: dict[str, Any], turns: Turns | None) -> None:
+    def __init__(
+        self, backend: Backend, name: str, version: int, params: dict[str, Any], turns: EnvironmentCalls | None
+    ) -> None:
         self._backend, self._name, self._version, self._params, self._turns = backend, name, version, params, turns
         self._cut: Counter[tuple[int, ...]] = Counter()
-        """How often a sample ended unfinished with so many tokens."""
+        """Number of times that a sample ended unfinished with so many tokens."""
 
     def make_rid(self, sample: SampleId) -> str:
         return self._name + "-".join(map(str, sample))
 
     def decode(self, outputs: Iterable[Output]) -> None:
-        """Anew what came in pieces: where they were joined a character may be cut in two, and given tokens are none."""
+        """Decode a response anew that came in pieces: where they were joined a character may be cut in two, and given
+        tokens are none."""
         for output in outputs:
             if len(output.spans) > 1 or CUT in output.text:
                 output.text = self._backend.decode_tokens(output.token_ids)
@@ -155,7 +160,7 @@ class Requests:
         return piece
 
     def _check_progress(self, sample: SampleId, tokens: int) -> None:
-        """Of one that was aborted.  Raises RuntimeError: as often as that it was not this round."""
+        """Count the abort of a sample.  Raises RuntimeError: as often as that it was not this round."""
         at = (*sample.key, sample.number, tokens)
         self._cut[at] += 1
         if self._cut[at] >= IN_VAIN:
@@ -174,7 +179,7 @@ class Requests:
 
 
 def limit_params(params: dict[str, Any], sample: SampleId, prefix: Output | None) -> dict[str, Any]:
-    """Sampling parameters of one sample: of the limits only what its prefix has left, of the seed one of its own."""
+    """Sampling parameters of one sample: its limits are what its prefix leaves, its seed is one of its own."""
     params = dict(params)
     if prefix is not None:
         for name, least in (("max_new_tokens", None), ("min_new_tokens", 0)):

@@ -1,4 +1,5 @@
-"""Rewards of a round's responses: each is asked for when the response ends, not when its group is complete.
+"""Rewards of a round's responses (:class:`Rewards`): ``begin`` asks for one when the response ends, not when its group
+is complete; ``deliver`` waits for those of a group.
 
 A response that has ended may still be thrown away: with its group (``strict``, ``reorder``), or with its draw
 (``unbiased``).  Then its reward is not waited for: it is cancelled.
@@ -22,7 +23,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     """A response that has ended.
 
     Attributes:
-        prompt: as it was fed.
+        prompt: the prompt, as it was fed.
         output: all of the response, whatever rounds and turns it came in.
     """
 
@@ -49,7 +50,7 @@ class Rewards:
         self._reward, self._record, self._fail = reward, record, fail
         self._calls = Calls("rollout rewards")
         self._tasks: dict[PromptKey, dict[int, asyncio.Task[float | None]]] = {}
-        """By the number of the response."""
+        """Tasks by the number of the response."""
         self._deliveries: dict[PromptKey, asyncio.Task[None]] = {}
         self._stopped = False
 
@@ -60,7 +61,7 @@ class Rewards:
             self._tasks.setdefault(response.sample.key, {})[response.sample.number] = task
 
     def keep_only(self, key: PromptKey, numbers: Collection[int]) -> None:
-        """The other responses to this prompt were thrown away."""
+        """Stop the rewards of the other responses to this prompt, which were thrown away."""
         tasks = self._tasks.get(key, {})
         for number in [number for number in tasks if number not in numbers]:
             tasks.pop(number).cancel()
@@ -92,18 +93,18 @@ class Rewards:
         self._deliveries[group.key] = asyncio.ensure_future(wait())
 
     def cancel_others(self) -> None:
-        """The batch is complete: only the rewards of its groups are waited for."""
+        """Wait only for the rewards of the batch's groups, as the batch is complete."""
         for key in self._tasks.keys() - self._deliveries.keys():
             self.keep_only(key, ())
 
     async def wait(self) -> None:
-        """Until every group of the batch is delivered, or nobody wants it any more."""
+        """Wait until every group of the batch is delivered, or nobody wants it any more."""
         if self._deliveries:
             await asyncio.wait(self._deliveries.values())
         self._calls.stop()
 
     def stop(self) -> None:
-        """Nobody wants any of them any more, nor waits for them."""
+        """Stop all rewards: nobody wants any of them any more, nor waits for them."""
         self._stopped = True
         for key in self._tasks:
             self.keep_only(key, ())
@@ -113,10 +114,10 @@ class Rewards:
 
     async def _ask(self, response: Response) -> float | None:
         try:
-            given = await self._calls.call(self._reward, response)
-            if given is MISSING:
+            value = await self._calls.call(self._reward, response)
+            if value is MISSING:
                 return None
-            reward = check_reward(given, response.sample)
+            reward = check_reward(value, response.sample)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or not task.cancelling():  # not by us: what it waited for was

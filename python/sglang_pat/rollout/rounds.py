@@ -1,6 +1,9 @@
-"""A round on an engine: what the admitter wants is done, what the engine answers is told to it.
+"""A round on an engine (:class:`RolloutRound`): what the admitter wants is done, what the engine answers is told to
+it.
 
-The same code wherever the engine is: in this process (``Engine.rollout``) or behind HTTP (``client.py``).
+``_do`` carries actions out, ``_sample`` is the request of one sample, and ``tell`` hands events to the admitter.
+:class:`Callbacks` asks the job for verdicts and prompts.  The code serves an engine in this process
+(``Engine.rollout``) and one behind HTTP (``client.py``).
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from sglang_pat.rollout.records import (  # fmt: skip
 from sglang_pat.rollout.requests import Backend, Requests, check_params
 from sglang_pat.rollout.rewards import Response, Reward, Rewards
 from sglang_pat.rollout.state import LONG, SHORT
-from sglang_pat.rollout.turns import ENVIRONMENT_SECONDS, Environment, Turns
+from sglang_pat.rollout.turns import ENVIRONMENT_SECONDS, Environment, EnvironmentCalls
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +52,13 @@ ABORT_AGAIN_SECONDS = 0.5
 _process, _serial = uuid.uuid4().hex[:12], itertools.count()
 
 Prompts = Sequence[tuple[Sequence[int], Any]]
-"""(key, prompt) of each, see :meth:`Admitter.feed`."""
+"""Prompts as (key, prompt); see :meth:`Admitter.feed`."""
 
 Verdicts = Callable[[Group], bool | Awaitable[bool]]
 """Whether a complete group is of use."""
 
 MorePrompts = Callable[[int], Prompts | Awaitable[Prompts]]
-"""So many prompts; fewer mean that there are no others for this round."""
+"""A call for more prompts, given their number; fewer mean that there are no others for this round."""
 
 
 def keep_every_group(group: Group) -> bool:
@@ -77,11 +80,12 @@ class RolloutCalls(ABC):
 
     @abstractmethod
     def _connect(self) -> AbstractAsyncContextManager[Backend]:
-        """The engine, for one round."""
+        """Connect one round to the engine."""
 
     @abstractmethod
     def _watch(self, round_: RolloutRound) -> None:
-        """Have it cancelled as soon as weights are updated, where somebody knows of that before its samples end."""
+        """Have the round cancelled as soon as weights are updated, where somebody knows of that before its samples
+        end."""
 
     async def async_rollout(
         self,
@@ -100,8 +104,8 @@ class RolloutCalls(ABC):
             admitter: decides, and keeps what waits for another round; its prompts are ``{"input_ids": [...]}``.
             sampling_params: SGLang's, of every sample; ``max_new_tokens`` counts for a response, over all rounds and
                 turns.
-            version: of the weights, as the training job counts them; every token returned carries it (``partial``: or
-                an earlier one, not older than ``max_staleness``).
+            version: version of the weights, as the training job counts it; every token returned carries it
+                (``partial``: or an earlier one, not older than ``max_staleness``).
             judge: whether a complete group is of use; with ``filter_groups``.  Called as soon as the group is complete,
                 in a thread of its own (:class:`~.calls.Calls`); with ``reward``, when it has its rewards.
             more: so many prompts, if the round could start some that were not fed: ``[((epoch, index), prompt), …]``.
@@ -124,7 +128,7 @@ class RolloutCalls(ABC):
         params = check_params(sampling_params, admitter.rules.mode)
         if reward is not None and not callable(reward):
             raise ValueError(f"reward is {reward!r}, must be a function of a response (rollout/rewards.py)")
-        turns = Turns(environment, environment_seconds) if environment is not None else None
+        turns = EnvironmentCalls(environment, environment_seconds) if environment is not None else None
         told = False
         async with self._connect() as backend:
             round_ = RolloutRound(admitter, backend, version, params, judge, more, turns, reward)
@@ -142,7 +146,7 @@ class RolloutCalls(ABC):
 
     @abstractmethod
     def _loop_for_rounds(self) -> EngineLoop:
-        """For :meth:`rollout`; it runs in a thread until the round is over."""
+        """The loop for :meth:`rollout`; it runs in a thread until the round is over."""
 
     def rollout(self, *args: Any, **kwargs: Any) -> Iterator[Group | Summary]:
         """:meth:`async_rollout` for those without an event loop: one runs in a thread until the round is over.
@@ -170,13 +174,13 @@ class RolloutRound:
         params: dict[str, Any],
         judge: Verdicts = keep_every_group,
         more: MorePrompts = give_no_prompts,
-        turns: Turns | None = None,
+        turns: EnvironmentCalls | None = None,
         reward: Reward | None = None,
     ) -> None:
         """Begin the round: to be called in the event loop.
 
         Args:
-            version: of the weights, as the training job counts them.
+            version: version of the weights, as the training job counts it.
             params: sampling parameters of all samples.
             turns: samples go on when the model has ended a turn; None: that ends them.
 
@@ -187,7 +191,7 @@ class RolloutRound:
         self.admitter = admitter
         self.summary: Summary | None = None
         self.name = f"round-{_process}-{next(_serial)}-"
-        """What request ids of this round begin with."""
+        """Text that the request ids of this round begin with."""
         self._backend = backend
         self._requests = Requests(backend, self.name, version, params, turns)
         self._events: asyncio.Queue[Group | Summary | Exception] = asyncio.Queue()
@@ -214,15 +218,13 @@ class RolloutRound:
             self._do(call(*about))
 
     def undo(self) -> None:
-        """The round is over, and nobody has read it: it has not happened, its prompts are where they were.
-
-        Those that came during the round stay, too: whoever gave them was told that they were taken.
-        """
+        """Undo a round that is over and that nobody has read: its prompts are where they were.  Those that came during
+        the round stay, too: whoever gave them was told that they were taken."""
         if self.summary is not None and not self.summary.cancelled:
             self.admitter.restore(self._before)
 
     def cancel_for_new_weights(self) -> None:
-        """Weights were updated: the round is cancelled, whoever iterates gets :class:`WeightsChanged`."""
+        """Cancel the round as weights were updated; whoever iterates gets :class:`WeightsChanged`."""
         self.fail(WeightsChanged("weights were updated during a round: it was cancelled, nothing of it counts"))
 
     def fail(self, error: Exception) -> None:
@@ -237,7 +239,7 @@ class RolloutRound:
         self.tell(self.admitter.cancel)
 
     async def wait(self) -> None:
-        """Until the engine has nothing of this round any more."""
+        """Wait until the engine has nothing of this round any more."""
         await self._over.wait()
 
     async def __aiter__(self) -> AsyncGenerator[Group | Summary, None]:
@@ -256,7 +258,7 @@ class RolloutRound:
     # -- inside ----------------------------------------------------------------------------------------
 
     def _fail(self, error: Exception) -> None:
-        """Also when the engine has nothing of it any more, and rewards are waited for."""
+        """End the round with an error, also when the engine has nothing of it any more and rewards are waited for."""
         if self._error is None:
             self._error = error
             self.cancel()
@@ -304,7 +306,8 @@ class RolloutRound:
             self._slice = asyncio.get_running_loop().call_soon(self._run_next_chunk)
 
     async def _end(self, summary: Summary) -> None:
-        """The engine has nothing of the round: tell it so, then, when all rewards are there, whoever iterates."""
+        """Tell the engine that it has nothing of the round any more, then, when all rewards are there, whoever
+        iterates."""
         await asyncio.wait([self._telling])  # a round may be over as soon as it begins
         try:
             await self._backend.end_round(self.name)
@@ -354,18 +357,18 @@ class RolloutRound:
         except Exception as error:  # whatever it is, this round cannot be, and no prompt may be lost
             self.fail(error)
         del self._tasks[sample]
-        wanted = sample not in self._stopping
+        is_wanted = sample not in self._stopping
         self._stopping.discard(sample)
         if not output.finish_reason:
             self._do(self.admitter.record_stopped(sample, output))
             return
         actions = self.admitter.record_finished(sample, output)
-        if wanted and self._rewards is not None:
+        if is_wanted and self._rewards is not None:
             self._reward(self._rewards, sample, prompt, prefix.concatenate(output) if prefix else output)
         self._do(actions)
 
     def _reward(self, rewards: Rewards, sample: SampleId, prompt: Any, output: Output) -> None:
-        """A response has ended: have it rewarded unless its group has no use for it, or for others any more."""
+        """Have a response rewarded that has ended, unless its group has no use for it, or for others any more."""
         chosen = self.admitter.list_chosen(sample.key)
         if chosen is None:  # that was the end of the round: whoever delivers the group asks
             return
@@ -405,7 +408,7 @@ class Callbacks:
         self._begin(self._feed_prompts, count)
 
     def stop(self) -> None:
-        """Nobody needs the answers under way any more, nor waits for them."""
+        """Stop the calls under way, whose answers nobody needs any more."""
         for task in self._tasks:
             task.cancel()
         self._calls.stop()
@@ -444,15 +447,15 @@ def make_announcement(admitter: Admitter, name: str, params: dict[str, Any]) -> 
     How many samples there will be is not known where groups are filtered, and where samples go on that were stopped.
     """
     state, rules, begun = admitter.state, admitter.rules, admitter.state.round
-    known: dict[str, Any] = {"max_new_tokens": params["max_new_tokens"]} if "max_new_tokens" in params else {}
+    fields: dict[str, Any] = {"max_new_tokens": params["max_new_tokens"]} if "max_new_tokens" in params else {}
     if begun is None:  # and over
-        return BeginRound(name=name, **known)
-    known["kind"] = SHORT if begun.kind == SHORT else LONG  # the rest of an epoch runs to its end, too
+        return BeginRound(name=name, **fields)
+    fields["kind"] = SHORT if begun.kind == SHORT else LONG  # the rest of an epoch runs to its end, too
     prompts = [group.prompt for group in (*begun.groups, *begun.taken, *state.fresh)]
     lengths = [len(prompt["input_ids"]) for prompt in prompts if prompt and "input_ids" in prompt]
-    known |= {"prompt_tokens": round(mean(lengths))} if lengths else {}
+    fields |= {"prompt_tokens": round(mean(lengths))} if lengths else {}
     if rules.filter_groups or rules.mode == "partial":
-        return BeginRound(name=name, **known)
-    there = len(begun.groups) + len(begun.taken) + len(state.waiting) + state.count_fresh(begun.epoch)
-    count = min(begun.prompts, there)
-    return BeginRound.of_size(count, begun.responses, name=name, **known)
+        return BeginRound(name=name, **fields)
+    available = len(begun.groups) + len(begun.taken) + len(state.waiting) + state.count_fresh(begun.epoch)
+    count = min(begun.prompts, available)
+    return BeginRound.of_size(count, begun.responses, name=name, **fields)

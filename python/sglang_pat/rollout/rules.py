@@ -1,4 +1,4 @@
-"""What a training job asks of the admitter, checked."""
+"""What a training job asks of the admitter (:class:`Rules`), checked."""
 
 from __future__ import annotations
 

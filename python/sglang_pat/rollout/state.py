@@ -1,4 +1,5 @@
-"""What the admitter remembers between two calls: prompts by epoch, the round under way, everything else; as bytes, too.
+"""What the admitter remembers between two calls (:class:`State`): prompts by epoch, the round under way
+(:class:`Round`), everything else; as bytes, too (:func:`dump_admitter`, :func:`load_admitter`).
 
 A prompt comes once in an epoch, and one epoch is over before the next begins.
 """
@@ -25,24 +26,24 @@ class Round(msgspec.Struct, kw_only=True):
 
     Attributes:
         number: counts rounds from 0.
-        epoch: of its prompts.
+        epoch: epoch of its prompts.
         kind: ``short``, ``long`` or ``flush`` (the rest of an epoch).
-        version: of the weights.
+        version: version of the weights.
         target: groups wanted.
         prompts: groups under way or taken at most (``partial``: unlimited); ``responses``: samples started for each.
         open: groups of this round that lack responses, by order, as they joined it.
-        complete: those that have them, by order, as they were completed, but those returned or filtered.
+        complete: groups that have all responses, by order, as they were completed; not those returned or filtered.
         taken: returned groups, in order.
         filtered: groups that were judged useless.
         owed: ``[bound + 1]`` or shorter: of the groups that may wait at most so many more rounds, how many must be
             returned in this one, or some group will wait too long; what is not there is 0.
         jump: weight versions from the round before to this one, at least 1; as many are expected to the next one.
-        forced: those groups.
+        forced: keys of the groups that must be returned in this round.
         room: fresh prompts that may still be started.
         judging: complete groups that wait for a verdict.
         asked: prompts that were asked for and are not there yet; ``dry``: none come any more.
         stopping: the batch is complete, or the round was cancelled.
-        cancelled: it will not have happened.
+        cancelled: whether it will not have happened.
         made: tokens generated; ``thrown``: thrown away; ``aborted``: lengths of the samples that were stopped.
         drawn: lengths of all samples that came out of the engine for good, by level, see ``estimates.py``.
         redraws: draws of deferred prompts that were rejected, see ``redraws.py``; ``gave_up``: prompts whose last draw
@@ -78,7 +79,7 @@ class Round(msgspec.Struct, kw_only=True):
 
     @property
     def groups(self) -> list[Group]:
-        """Of this round, those that are not returned or filtered."""
+        """Groups of this round that are not returned or filtered."""
         return [*self.complete.values(), *self.open.values()]
 
 
@@ -103,7 +104,7 @@ class State(msgspec.Struct, kw_only=True):
         thrown: tokens thrown away.
         lengths: number and sum of the lengths of all returned responses.
         verdicts: groups found useful, and groups judged; older ones count less.
-        version: of the weights in the last round; None before the first.
+        version: version of the weights in the last round; None before the first.
         bias: lengths of what was returned, and of all that was drawn, in rounds not long ago; ``cost``: what they took.
     """
 
@@ -137,7 +138,7 @@ class State(msgspec.Struct, kw_only=True):
         return max((useful + 1) / (judged + 1), LEAST_KEPT)
 
     def copy(self) -> State:
-        """As it is now, whatever happens to this one.
+        """A copy that stays as it is, whatever happens to this state.
 
         Raises:
             RuntimeError: a round is under way.
@@ -153,7 +154,7 @@ class State(msgspec.Struct, kw_only=True):
     # -- prompts ---------------------------------------------------------------------------------------
 
     def feed(self, prompts: Iterable[tuple[Sequence[int], Any]], end_of: int | None = None) -> None:
-        """More prompts that were never started; see :meth:`Admitter.feed`.
+        """Add prompts that were never started; see :meth:`Admitter.feed`.
 
         Raises:
             ValueError: a key that was there already or whose epoch is over; then none of them is taken.
@@ -182,12 +183,12 @@ class State(msgspec.Struct, kw_only=True):
             indices.add(key.index)
 
     def sort_fresh(self) -> None:
-        """As they are to be started: by epoch, then by arrival."""
+        """Sort the fresh prompts as they are to be started: by epoch, then by arrival."""
         self.fresh.sort(key=lambda group: (group.epoch, group.order))
 
     @property
     def epoch(self) -> int | None:
-        """The one that prompts are drawn from: it is over before the next one begins.  None without prompts."""
+        """The epoch that prompts are drawn from: it is over before the next one begins.  None without prompts."""
         return min((group.epoch for group in (*self.waiting, *self.fresh[:1])), default=None)
 
     def count_fresh(self, epoch: int | None) -> int:
@@ -209,7 +210,7 @@ SAVED_VERSION = 2
 
 
 class _Header(msgspec.Struct):
-    """What saved states of all versions have."""
+    """The head that saved states of all versions have."""
 
     version: int
 

@@ -1,4 +1,5 @@
-"""Samples of several turns: the model speaks, the environment answers (a tool, a game, a simulated user), and so on.
+"""Samples of several turns: the model speaks, the environment answers (:data:`Environment`: a tool, a game, a simulated
+user), and so on.
 
     generate → the model ends its turn → environment → given tokens → generate → … → None: the sample is finished
 
@@ -21,20 +22,20 @@ ENVIRONMENT_SECONDS = 60.0
 """Longest that an environment may take for an answer, unless another limit is given."""
 
 MAX_SECONDS = 86_400
-"""Of that limit."""
+"""Largest limit of the environment's seconds."""
 
 FAILED, LATE = "environment_error", "environment_timeout"
 """Finish reasons of a sample whose environment raised an exception, or did not answer in time."""
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """The model has ended a turn.
+    """A turn that the model has ended.
 
     Attributes:
-        number: of the turn, from 0.
-        prompt: as it was fed.
+        number: number of the turn, from 0.
+        prompt: the prompt, as it was fed.
         token_ids: all that came after the prompt so far, given tokens included.
-        said: those of them that the model generated in this turn; ``text``: the same without special tokens.
+        said: tokens that the model generated in this turn; ``text``: these without special tokens.
     """
 
     sample: SampleId
@@ -53,7 +54,7 @@ an answer that had not come when a sample was interrupted is asked for when the 
 """
 
 
-class Turns:
+class EnvironmentCalls:
     """Asks an environment for the samples of a round.
 
     Args:
@@ -69,7 +70,7 @@ class Turns:
         self._failures = Dropped(False)
 
     async def answer(self, turn: Turn) -> Output:
-        """What follows the turn: given tokens; nothing but a finish reason; or nothing, still ``asked``, as it was
+        """What follows a turn: given tokens; nothing but a finish reason; or nothing, still ``asked``, as it was
         stopped.
 
         Raises:
@@ -103,24 +104,24 @@ class Turns:
 
 def make_turn(sample: SampleId, prompt: Any, output: Output, text: Callable[[list[int]], str]) -> Turn:
     """The turn that ``output``, all after the prompt, ends with.  ``text``: of token ids."""
-    said = 0
+    count = 0
     for span in reversed(output.spans):
         if span.version is None:
             break
-        said += span.tokens
+        count += span.tokens
     ids = output.token_ids
     number = sum(span.version is None for span in output.spans)
-    last = ids[len(ids) - said :]
+    last = ids[len(ids) - count :]
     return Turn(sample=sample, number=number, prompt=prompt, token_ids=ids, said=last, text=text(last))
 
 
 def make_given_output(answer: object) -> Output:
-    """An environment's answer, whatever it is, as part of a response.  Raises as :meth:`Turns.answer`."""
+    """An environment's answer, whatever it is, as part of a response.  Raises as :meth:`EnvironmentCalls.answer`."""
     if answer is None:
         return Output(finish_reason="stop")
-    said = list(cast(Sequence[object], answer)) if isinstance(answer, Sequence) else []
-    ids = [token for token in said if isinstance(token, int)]
-    if not ids or len(ids) < len(said):
+    answer_ids = list(cast(Sequence[object], answer)) if isinstance(answer, Sequence) else []
+    ids = [token for token in answer_ids if isinstance(token, int)]
+    if not ids or len(ids) < len(answer_ids):
         shown = str(cast(object, answer))[:80]
         raise ValueError(f"the environment answered {shown!r}, must be token ids, at least one, or None")
     return Output(token_ids=ids, logprobs=[0.0] * len(ids), spans=[Span(None, len(ids))])

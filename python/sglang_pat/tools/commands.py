@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def format_short_line(error: BaseException) -> str:
-    """As :func:`sglang_pat.errors.format_one_line`, at most 400 characters."""
+    """An error in one line of at most 400 characters; see :func:`sglang_pat.errors.format_one_line`."""
     return errors.format_one_line(error)[:400]
 
 

@@ -1,4 +1,4 @@
-"""Talking on a console: live on a terminal, plain lines anywhere else."""
+"""Talking on a console (:class:`Speaker`): live on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ WIDTH = 120
 """Columns of what is not a terminal."""
 
 LINE_SECONDS = 10.0
-"""How often a plain line says how far something is."""
+"""Seconds between two plain lines that say how far something is."""
 
 
 def make() -> Console:
-    """On stdout."""
+    """A console on stdout."""
     console = Console()
     return console if console.is_terminal else Console(width=WIDTH)
 

@@ -1,4 +1,4 @@
-"""How much of the machine other programs took meanwhile: a figure taken beside them says little."""
+"""How much of the machine other programs took meanwhile (:class:`Meter`): a figure taken beside them says little."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a figure was taken on."""
+"""The machine that a figure was taken on."""
 
 from __future__ import annotations
 

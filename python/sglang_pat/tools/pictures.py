@@ -25,14 +25,14 @@ from sglang_pat import files  # noqa: E402
 BLUE, ORANGE, GREEN, PURPLE, RED, BROWN = "#2f6db5", "#ee8a2c", "#3a9a74", "#8a5bb5", "#b3202c", "#7a6a58"
 STEEL, PALE_PURPLE = "#9fb4cc", "#c8b6d9"
 LINE, FAINT, LIGHT, GRID = "#22272e", "#68717b", "#c3c9d1", "#e3e7ec"
-"""From black to nearly white: text and lines, small print, what is in the background, the grid."""
+"""Greys from black to nearly white: text and lines, small print, what is in the background, the grid."""
 
 LAYOUT = (BLUE, ORANGE, PURPLE, BROWN, RED)
-"""By place of the degree among the candidates."""
+"""Colours of layouts, by place of the degree among the candidates."""
 OURS, OTHER = GREEN, FAINT
-"""What this package does (``survival``, a switch of ours), and what it is held against (PAT's way)."""
+"""Colours of what this package does (``survival``, a switch of ours), and of what it is held against (PAT's way)."""
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, BROWN, RED)
-"""Things of one kind, where no layouts are shown by colour."""
+"""Colours of things of one kind, where no layouts are shown by colour."""
 DPI = 150
 
 
@@ -45,7 +45,8 @@ def format_layout(ranks: int, tp: int) -> str:
 
 
 def format_span(values: Iterable[float], form: str = ".2f") -> str:
-    """From the least to the largest, as a title says it: "0.99 to 1.18"; one number where both are written alike."""
+    """The span of values as a title says it, from the least to the largest: "0.99 to 1.18"; one number where both are
+    written alike."""
     values = list(values)
     low, high = format(min(values), form), format(max(values), form)
     return low if low == high else f"{low} to {high}"
@@ -75,20 +76,20 @@ def tidy(axes: Axes) -> None:
 
 
 def set_log_axis(axis, values: Sequence[float]) -> None:
-    """A base-2 axis with plain numbers at ``values``, or at some of many."""
+    """Set a base-2 axis with plain numbers at ``values``, or at some of many."""
     axis.set_ticks(values[:: -(-len(values) // 9)])
     axis.set_major_formatter(lambda value, _: f"{value:g}" if value < 10000 else f"{value / 1024:g}K")
     axis.set_minor_locator(matplotlib.ticker.NullLocator())
 
 
 def set_figure_title(figure: Figure, text: str) -> None:
-    """The title of a whole figure: a sentence, wrapped to the figure's width."""
+    """Set the title of a whole figure: a sentence, wrapped to the figure's width."""
     lines = fill(text, int(9.7 * figure.get_figwidth()))
     figure.suptitle(lines, x=0.01, ha="left", fontsize=12, fontweight="bold", color=LINE)
 
 
 def set_panel_title(axes: Axes, text: str, columns: int = 200) -> None:
-    """Of one panel; wrapped to so many characters."""
+    """Set the title of one panel, wrapped to ``columns`` characters."""
     axes.set_title(fill(text, columns), loc="left", fontsize=10.5, fontweight="bold", pad=6)
 
 
@@ -98,7 +99,7 @@ def set_labels(axes: Axes, x: str, y: str) -> None:
 
 
 def set_footer(figure: Figure, text: str, share: float = 1.0) -> None:
-    """Small print at the lower right: what was measured where; wrapped to this share of the figure's width."""
+    """Set small print at the lower right: what was measured where; wrapped to this share of the figure's width."""
     lines = fill(text, int(15 * share * figure.get_figwidth()))
     figure.supxlabel(lines, fontsize=8, color=FAINT, x=0.995, ha="right")
 

@@ -23,29 +23,29 @@ from sglang_pat.integrations.openrlhf.launcher import install
 
 GPUS, RESPONSE, WHOLE = "--vllm.tensor_parallel_size", "--rollout.max_new_tokens", "--data.max_len"
 DEFAULTS = {GPUS: 1, RESPONSE: None, WHOLE: 2048}
-"""OpenRLHF's own."""
+"""Defaults of OpenRLHF's own."""
 
 
 def split(argv: list[str]) -> tuple[GivenArguments, list[str]]:
-    """What is ours, and OpenRLHF's arguments.
+    """Part the command line into our arguments and OpenRLHF's.
 
     Raises:
         ValueError: one of our arguments lacks its value, or ``SGLANG_PAT`` has none of our settings.
     """
-    given, rest, words = GivenArguments(pat=settings.read_environment()), [], iter(argv)
+    arguments, others, words = GivenArguments(pat=settings.read_environment()), [], iter(argv)
     for word in words:
         name, equals, value = word.partition("=")
         prefix, dot, name = name.partition(".")
-        target = {WHERE: given.pat, WHERE_SGLANG: given.sglang}.get(prefix)
+        target = {WHERE: arguments.pat, WHERE_SGLANG: arguments.sglang}.get(prefix)
         if target is None or not dot:
-            rest.append(word)
+            others.append(word)
             continue
         if not equals:
             value = next(words, None)
         if value is None or (not equals and value.startswith("--")):
             raise ValueError(f"{word} needs a value: {word} VALUE")
-        target[name] = value if target is given.pat else _read(value)
-    return given, rest
+        target[name] = value if target is arguments.pat else _read(value)
+    return arguments, others
 
 
 def _read(text: str) -> Any:
@@ -56,7 +56,7 @@ def _read(text: str) -> Any:
 
 
 def _read_as_openrlhf(argv: list[str]) -> dict[str, Any]:
-    """Values of :data:`DEFAULTS` and :data:`MODEL`; None: not given."""
+    """Values of OpenRLHF's arguments :data:`DEFAULTS` and :data:`MODEL`; None: not given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, default in DEFAULTS.items():
         parser.add_argument(name, type=int, default=default)
@@ -83,7 +83,7 @@ def _list_missing() -> list[str]:
 
 
 def _print_help() -> None:
-    """Ours; OpenRLHF prints its own."""
+    """Print our arguments; OpenRLHF prints its own."""
     names = ", ".join(setting.name for setting in settings.SETTINGS)
     print((__doc__ or "").strip())
     print(f"Our settings (docs/flags.md says what they are): {names}.\n", flush=True)
@@ -97,18 +97,18 @@ def main(argv: list[str] | None = None) -> None:
             print(f"OpenRLHF's own flags are not shown: not installed here: {missing}")
             return
     try:
-        given, rest = split(argv)
-        found = _read_as_openrlhf(rest)
-        given.check(found[GPUS], found[MODEL])
-        _check_lengths(found[RESPONSE], found[WHOLE])
+        arguments, others = split(argv)
+        values = _read_as_openrlhf(others)
+        arguments.check(values[GPUS], values[MODEL])
+        _check_lengths(values[RESPONSE], values[WHOLE])
         if missing:
             raise ValueError(f"not installed here: {missing}; use the environment in which OpenRLHF runs")
     except ValueError as error:
         sys.exit(f"error: {error}")
     facade.install()
     facade.install_in_workers()
-    install(given)
-    sys.argv = ["train_ppo_ray", *rest]
+    install(arguments)
+    sys.argv = ["train_ppo_ray", *others]
     runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__")
 
 

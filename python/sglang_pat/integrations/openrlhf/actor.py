@@ -1,4 +1,5 @@
-"""OpenRLHF's engine actor, on an adaptive engine: the methods that its trainers and agents call."""
+"""OpenRLHF's engine actor, on an adaptive engine (:class:`RolloutActor`): the methods that its trainers and agents
+call."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class RequestOutput:
 
 @ray.remote
 class RolloutActor:
-    """See ``openrlhf/trainer/ray/vllm_engine.py`` for what is asked of it."""
+    """OpenRLHF's rollout actor; see ``openrlhf/trainer/ray/vllm_engine.py`` for what is asked of it."""
 
     async def __init__(
         self,
@@ -105,28 +106,28 @@ class RolloutActor:
         self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str,
         use_ray: bool,
     ) -> None:  # fmt: skip
-        """All ranks of the engine join the trainer's group."""
+        """Have all ranks of the engine join the trainer's group."""
         if use_ray:
             raise ValueError("--vllm.sync_with_ray: not with this engine; leave it out")
         await self._engine.join_update_group(master_address, master_port, rank_offset, world_size, GROUP, backend)
 
     async def update_weight(self, name: str, dtype: Any, shape: Any, empty_cache: bool = False) -> None:
-        """One parameter, which the trainer broadcasts at the same time."""
+        """Update one parameter, which the trainer broadcasts at the same time."""
         await self._engine.receive_weight(GROUP, name, str(dtype).removeprefix("torch."), list(shape), empty_cache)
 
     async def update_weight_cuda_ipc(
         self, name: str, dtype: Any, shape: Any, ipc_handles: dict[str, tuple], empty_cache: bool = False
     ) -> None:
-        """One parameter, of which each of the engine's GPUs holds a copy of the trainer's."""
-        known = all(gpu in ipc_handles for gpu in self._gpus) and len(set(self._gpus)) == self._ranks
-        if not known and torch.cuda.is_available():
+        """Update one parameter, of which each of the engine's GPUs holds a copy of the trainer's."""
+        same_gpus = all(gpu in ipc_handles for gpu in self._gpus) and len(set(self._gpus)) == self._ranks
+        if not same_gpus and torch.cuda.is_available():
             raise ValueError(
                 f"the trainer's tensors are on the GPUs {', '.join(ipc_handles)}, this engine's are "
                 f"{', '.join(self._gpus)}: unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES, if it is set"
             )
         # Without GPUs their names mean nothing: one copy each, in their order.
-        order = self._gpus if known else sorted(ipc_handles)
-        handles = [_Handle(*ipc_handles[gpu], device=rank if known else None) for rank, gpu in enumerate(order)]
+        order = self._gpus if same_gpus else sorted(ipc_handles)
+        handles = [_Handle(*ipc_handles[gpu], device=rank if same_gpus else None) for rank, gpu in enumerate(order)]
         await self._engine.open_weight(name, handles, empty_cache)
 
     async def reset_prefix_cache(self) -> None:
@@ -135,7 +136,8 @@ class RolloutActor:
     # -- pause, sleep ------------------------------------------------------------------------------------
 
     async def pause_generation(self) -> None:
-        """Requests stay; they go on with KV that is computed anew by the weights that are there then."""
+        """Pause the engine with its requests; they go on with KV that is computed anew by the weights that are there
+        then."""
         await self._engine.pause("retract")
 
     async def resume_generation(self) -> None:
@@ -148,10 +150,10 @@ class RolloutActor:
         self._asleep.update(tags)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take memory back; what is awake stays so."""
-        wanted = [tag for tag in tags or ALL_TAGS if tag in self._asleep]
-        await self._engine.resume_memory(wanted)
-        self._asleep.difference_update(wanted)
+        """Take memory back; what is awake stays awake."""
+        asleep = [tag for tag in tags or ALL_TAGS if tag in self._asleep]
+        await self._engine.resume_memory(asleep)
+        self._asleep.difference_update(asleep)
 
     # -- generation ----------------------------------------------------------------------------------------
 
@@ -171,13 +173,13 @@ class RolloutActor:
             self._unfinished -= 1
         meta = answer["meta_info"]
         pairs = meta.get("output_token_logprobs") or []
-        found = Completion(
+        completion = Completion(
             token_ids=list(answer["output_ids"]),
             text=answer.get("text", ""),
             finish_reason=meta["finish_reason"]["type"],
             logprobs=[{token: Logprob(value)} for value, token, _ in pairs] if wants_logprobs else None,
         )
-        return RequestOutput([found])
+        return RequestOutput([completion])
 
     def get_num_unfinished_requests(self) -> int:
         return self._unfinished
@@ -187,14 +189,14 @@ class RolloutActor:
         num_samples: int = 1, images: Any = None,
     ) -> list[dict[str, Any]]:  # fmt: skip
         """``num_samples`` rollouts of one prompt by the job's agent."""
-        about = {
+        arguments = {
             "prompt": prompt, "label": label, "sampling_params": sampling_params, "max_length": max_length,
             "hf_tokenizer": hf_tokenizer, "llm_engine": self, "images": images,
         }  # fmt: skip
-        return await asyncio.gather(*(self.executor.execute(**about) for _ in range(num_samples)))
+        return await asyncio.gather(*(self.executor.execute(**arguments) for _ in range(num_samples)))
 
     def announce_round(self, message: BeginRound | EndRound) -> None:
-        """From the job's generator of samples (:mod:`.generator`)."""
+        """Tell the engine of a round; the job's generator of samples calls this (:mod:`.generator`)."""
         self._engine.announce_round(message)
 
     async def get_totals(self) -> Figures:
@@ -206,7 +208,7 @@ class _Handle:
     """A tensor in another process's memory: unpickling it opens it.
 
     Args:
-        rebuild, args: from torch's ``reduce_tensor``.
+        rebuild, args: what torch's ``reduce_tensor`` returns.
         device: CUDA device as its opener counts them; None without GPUs.
     """
 
@@ -226,15 +228,15 @@ _RENAMED["no_stop_trim"] = "include_stop_str_in_output"
 
 
 def _translate_params(params: SamplingParams) -> dict[str, Any]:
-    """vLLM's names as SGLang's."""
-    found = {name: getattr(params, name) for name in _SAME}
-    found |= {ours: getattr(params, theirs) for ours, theirs in _RENAMED.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    """SGLang's names for vLLM's sampling parameters."""
+    values = {name: getattr(params, name) for name in _SAME}
+    values |= {ours: getattr(params, theirs) for ours, theirs in _RENAMED.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @ray.remote(num_cpus=0, max_calls=1)
 def _locate_bundle() -> tuple[str, list[str], str]:
-    """Of a bundle: its node, its GPUs as Ray counts them, and the GPU's own name."""
+    """Node of a bundle, its GPUs as Ray counts them, and the GPU's own name."""
     return ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()], get_physical_gpu_id()
 
 
@@ -248,7 +250,7 @@ def _set_visible_gpus(ranks: int, bundles: list[int] | None, num_gpus: float) ->
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in ray.get_gpu_ids())
         return [get_physical_gpu_id()]
     group = ray.util.get_current_placement_group()
-    found = ray.get(
+    places = ray.get(
         [
             _locate_bundle.options(
                 num_gpus=num_gpus,
@@ -257,8 +259,8 @@ def _set_visible_gpus(ranks: int, bundles: list[int] | None, num_gpus: float) ->
             for bundle in bundles
         ]
     )
-    nodes = {node for node, _, _ in found}
+    nodes = {node for node, _, _ in places}
     if nodes != {ray.get_runtime_context().get_node_id()}:
         raise ValueError(f"--vllm.tensor_parallel_size is {ranks}: an engine's GPUs are all on one node; give fewer")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for _, gpus, _ in found for gpu in gpus)
-    return [name for _, _, name in found]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for _, gpus, _ in places for gpu in gpus)
+    return [name for _, _, name in places]

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 VERSION = "0.16.0"
-"""OpenRLHF sets variables for the NCCL of older ones."""
+"""Version of vLLM that is claimed: OpenRLHF sets variables for the NCCL of older ones."""
 
 
 @dataclass
 class SamplingParams:
-    """Those that OpenRLHF and its agents give; see vLLM's for what they mean."""
+    """Sampling parameters that OpenRLHF and its agents give; see vLLM's for what they mean."""
 
     n: int = 1
     temperature: float = 1.0
@@ -45,7 +45,7 @@ class TokensPrompt(dict):
 
 
 class StatelessProcessGroup:
-    """What a weight-update group is made of: ``host``, ``port``, ``rank`` and ``world_size``."""
+    """The members of a weight-update group: ``host``, ``port``, ``rank`` and ``world_size``."""
 
     @staticmethod
     def create(**named: Any) -> dict[str, Any]:
@@ -106,7 +106,7 @@ VISIBLE = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
 """Variable of Ray's: with 0 it hides no GPU from an actor that reserves none, as by default in Ray 2.60, but not in
 older ones.  The actor of an engine of several GPUs is such a one: OpenRLHF reserves them beside it."""
 HOOK = "worker_process_setup_hook"
-"""In a runtime environment of Ray's: name of the function that each process of the job calls first."""
+"""Key in a runtime environment of Ray's: name of the function that each process of the job calls first."""
 
 
 def install_in_workers() -> None:
@@ -120,8 +120,8 @@ def install_in_workers() -> None:
 
     @functools.wraps(init)
     def init_with_hook(*args: Any, runtime_env: dict[str, Any] | None = None, **named: Any) -> Any:
-        given = runtime_env or {}
-        ours = {HOOK: f"{__name__}.install", "env_vars": {VISIBLE: "0"} | given.get("env_vars", {})}
-        return init(*args, runtime_env=given | ours, **named)
+        environment = runtime_env or {}
+        ours = {HOOK: f"{__name__}.install", "env_vars": {VISIBLE: "0"} | environment.get("env_vars", {})}
+        return init(*args, runtime_env=environment | ours, **named)
 
     ray.init = init_with_hook

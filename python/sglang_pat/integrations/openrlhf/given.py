@@ -1,4 +1,4 @@
-"""What a job gives its engines."""
+"""The arguments that a job gives its engines (:class:`GivenArguments`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class GivenArguments:
     pat: dict[str, Any] = field(default_factory=dict)
 
     def for_engine(self, number: int) -> GivenArguments:
-        """With a decision log of its own (:func:`sglang_pat.settings.make_engine_settings`)."""
+        """Arguments of one engine, with a decision log of its own
+        (:func:`sglang_pat.settings.make_engine_settings`)."""
         return replace(self, pat=settings.make_engine_settings(self.pat, number))
 
     def check(self, gpus: int, model: str | None) -> None:

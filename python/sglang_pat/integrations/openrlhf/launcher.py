@@ -1,5 +1,5 @@
-"""Where OpenRLHF makes its engine actors, it makes ours; its generator tells them of rounds, and its trainer logs what
-they did."""
+"""The hooks where OpenRLHF makes its engine actors: it makes ours (:class:`Launcher`), its generator tells them of
+rounds, and its trainer logs what they did (:func:`train_step`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Launcher:
 
 
 def install(given: GivenArguments) -> None:
-    """From now on OpenRLHF's ``create_vllm_engines`` makes adaptive engines, and waits until all of them are up.
+    """Have OpenRLHF's ``create_vllm_engines`` make adaptive engines, and wait until all of them are up.
 
     Otherwise one that is refused would be waited for by the trainer, which has loaded its model by then and joins the
     group of weight updates with it: half an hour.
@@ -66,7 +66,7 @@ def _wrap_create(create: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 
 def train_step(self: Any, rollout_samples: Any, global_step: int) -> tuple[dict[str, Any], int]:
-    """OpenRLHF's, in the process of its trainer: it ends with new weights in the engines.
+    """OpenRLHF's training step, in the process of its trainer: it ends with new weights in the engines.
 
     Its status, which OpenRLHF logs and tracks, also says how the engines spent the step.
     """
