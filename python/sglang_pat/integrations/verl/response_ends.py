@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, AgentLoopWorker
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
-from sglang_pat.integrations.verl import reward_ledger, rewards, tail_batching
+from sglang_pat.integrations.verl import options, reward_ledger, rewards
 from sglang_pat.integrations.verl.fields import MISSING, was_stopped
 
 _LEDGER = "_sglang_pat_ledger"
@@ -47,7 +47,7 @@ async def compute_score(self: AgentLoopWorker, outputs: list[AgentLoopOutput], k
 
 
 def _connect(config: DictConfig) -> ActorHandle | None:
-    if rewards.is_used(config) or tail_batching.is_used(config):
+    if rewards.is_used(config) or options.has_tail_batching(config):
         return reward_ledger.connect(rewards.read_limit_rules(config))
     return None
 

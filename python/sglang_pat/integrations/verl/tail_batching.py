@@ -17,18 +17,22 @@ verl's loop sets three limits:
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+import torch
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, _accumulate_eviction_metrics
 from verl.utils import tensordict_utils
 
+from sglang_pat.integrations.verl import options
+from sglang_pat.integrations.verl.reward_ledger import TrainerLedger
 from sglang_pat.messages import BeginRound
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.records import (
@@ -49,96 +53,100 @@ from sglang_pat.rollout.rounds import make_announcement
 from sglang_pat.rollout.rules import Rules
 from sglang_pat.rollout.state import LONG
 
-OPTIONS = {"tail_batching", "eta_prompts", "max_deferrals", "unbiased"}
-"""Of ``trainer.v1.sglang_pat_sync`` and of the modes that stream."""
-MODES = ("strict", "reorder")
-TRAINER_MODES = ("sglang_pat_sync", "sglang_pat_stream", "sglang_pat_stream_lent")
-"""In which there is tail batching."""
+if TYPE_CHECKING:
+    from sglang_pat.integrations.verl.trainers import AdaptiveTrainer
 
-POLL_SECONDS = 0.5
-"""Between two looks at what is complete; verl's two seconds are the length of a small step."""
+logger = logging.getLogger(__name__)
 
-
-def is_used(config: DictConfig) -> bool:
-    """Whether a job asks for it.
-
-    The name of its trainer mode does not say so: the trainer gives its workers a configuration with verl's own name.
-    """
-    version = config.trainer.v1
-    return any((version.get(mode) or {}).get("tail_batching") in MODES for mode in TRAINER_MODES)
+WAITING_FILE = "tail_batching.pt"
+"""The file of a checkpoint in which the prompts are that wait."""
 
 
-def read_rules(
-    options: Mapping[str, Any], where: str, num_prompts: int, num_responses: int, filter_groups: bool = False
-) -> Rules | None:
-    """What a trainer mode's options ask for; None: no tail batching.
+class TailBatching:
+    """Tail batching of a job: its buffer, and what that asks of the trainer.
 
     Args:
-        options: of the mode.
-        where: they are, e.g. ``trainer.v1.sglang_pat_sync``.
-        filter_groups: some groups are not to be trained on.
-
-    Raises:
-        ValueError: an unknown option, or a value that cannot be; one line.
+        rules: of the admitter.
+        streams: whether the trainer gets the groups of a step as they are taken.
     """
-    unknown = sorted(set(options) - OPTIONS)
-    if unknown:
-        raise ValueError(f"{where} has no option {unknown[0]!r}; choose from {', '.join(sorted(OPTIONS))}")
-    mode = options.get("tail_batching")
-    if mode in (None, False, "off"):
-        return None
-    if mode == "partial":
-        raise ValueError(
-            f"{where}.tail_batching is 'partial', must be {', '.join(MODES)} or off: verl starts each response from "
-            "its prompt here; for partial rollout set trainer.v1.trainer_mode=sglang_pat_colocate_async"
-        )
-    if mode not in MODES:
-        raise ValueError(f"{where}.tail_batching is {mode!r}, must be {', '.join(MODES)} or off")
-    given = {name: value for name, value in options.items() if name != "tail_batching"}
-    try:
-        return Rules(
-            num_prompts=num_prompts, num_responses=num_responses, mode=mode, eta_responses=1.0,
-            filter_groups=filter_groups, **given,
+
+    def __init__(self, trainer: AdaptiveTrainer, rules: Rules, streams: bool) -> None:
+        self._trainer = trainer
+        self._ledger: TrainerLedger | None = None
+        config = trainer.config
+        groups, sampler = config.algorithm.get("filter_groups") or {}, config.trainer.v1.sampler
+        metric = trainer._resolve_filter_groups_metric()
+        most_batches = max(groups.get("max_num_gen_batches", 0), 0) if metric else 0
+        if most_batches:  # of which verl has just said that it is ignored
+            logger.warning("algorithm.filter_groups.max_num_gen_batches=%s holds with tail batching", most_batches)
+        self.buffer = (ChunkedTailBatchingBuffer if streams else TailBatchingBuffer)(
+            rules, config.actor_rollout_ref.rollout.response_length, self._submit,
+            trainer.engines.stop_requests if streams else self._abort, trainer.engines.announce, most_batches,
+            # With a filter a step goes on until verl has the rewards.
+            take_ends=dict if rules.filter_groups else self._take_ends, drop=self._drop,
+            trainer_mode=trainer.trainer_mode, trainer_config=config.trainer.v1.get(trainer.trainer_mode, {}),
+            max_off_policy_threshold=sampler.max_off_policy_threshold,
+            max_off_policy_strategy=sampler.max_off_policy_strategy, sampler_kwargs=sampler.sampler_kwargs,
+            refill_fn=trainer._add_prompts_to_generate, filter_groups_metric=metric,
+            sync_refill_failed_groups=bool(sampler.get("sync_refill_failed_groups")), gen_batch_size=1,
         )  # fmt: skip
-    except ValueError as error:
-        raise ValueError(f"{where}.{error}") from None
+
+    def listen(self, ledger: TrainerLedger) -> None:
+        """From now on the ledger says which responses have ended."""
+        self._ledger = ledger
+
+    def begin_step(self) -> None:
+        """Start the step's prompts."""
+        self.buffer.begin(self._trainer.global_steps, self._trainer._fetch_one_gen_batch)
+
+    def save(self, folder: Path) -> None:
+        """Write the prompts that wait to a checkpoint: they have left verl's data loader."""
+        torch.save(self.buffer.get_state(), folder / WAITING_FILE)
+
+    def load(self, path: Path) -> None:
+        """Go on with the prompts that waited at a checkpoint."""
+        # As verl reads its own files; this one has its rows in it, which are no tensors alone.
+        self.buffer.restore(torch.load(path, weights_only=False), str(path))
+
+    def _submit(self, rows: list[TensorDict]) -> None:
+        batch = tensordict_utils.concat_tensordict(rows)
+        tensordict_utils.assign_non_tensor_data(batch, "global_steps", self._trainer.global_steps)
+        self._trainer._submit_batch_to_rollout(batch)
+
+    def _abort(self) -> None:
+        """End all that the engines generate."""
+        self._trainer.checkpoint_manager.abort_replicas()
+        self._trainer.checkpoint_manager.resume_generation_replicas()
+
+    def _take_ends(self) -> Mapping[str, Mapping[int, int]]:
+        assert self._ledger is not None, "a step comes after the setup"
+        return self._ledger.take_ends(self._trainer.global_steps)
+
+    def _drop(self, uids: set[str]) -> None:
+        assert self._ledger is not None, "a step comes after the setup"
+        self._ledger.drop(self._trainer.global_steps, uids)
 
 
-def check_beside(config: DictConfig, mode: str, where: str, rules: Rules) -> None:
-    """Refuse what a job cannot have beside tail batching.
+def read_tail_batching(trainer: AdaptiveTrainer, where: str, streams: bool) -> TailBatching | None:
+    """Tail batching as the job asks for it; None: it does not.
 
     Args:
-        config: of the job.
-        mode: verl's name of the trainer mode.
-        where: the options of tail batching are.
-        rules: that follow from them.
+        where: its options are.
+        streams: as of :class:`TailBatching`.
 
     Raises:
-        ValueError: in one line that names the setting.
+        ValueError: options that cannot be; one line.
     """
-    rollout, sampler = config.actor_rollout_ref.rollout, config.trainer.v1.sampler
+    config = trainer.config
     groups = config.algorithm.get("filter_groups") or {}
-    if rules.unbiased and rollout.multi_turn.enable:
-        raise ValueError(
-            f"{where}.unbiased is true, must be false with "
-            "actor_rollout_ref.rollout.multi_turn.enable: what stops a prompt is time then, not length"
-        )
-    if (steps := config.trainer.v1.get(mode, {}).get("parameter_sync_step", 1)) != 1:
-        raise ValueError(
-            f"trainer.v1.{mode}.parameter_sync_step is {steps}, must be 1 (or left out) with "
-            f"{where}.tail_batching: a step has one batch, for one update"
-        )
-    if (custom := sampler.get("custom_sampler") or {}).get("path"):
-        raise ValueError(
-            f"trainer.v1.sampler.custom_sampler.path is {custom['path']!r}, must be left out with "
-            f"{where}.tail_batching: it chooses the prompts of a step itself"
-        )
-    if groups.get("enable") and (batches := groups.get("max_inflight_gen_batches", 1)) != 1:
-        raise ValueError(
-            f"algorithm.filter_groups.max_inflight_gen_batches is {batches}, must be 1 (or left out) with "
-            f"{where}.tail_batching: how many prompts run at once follows from eta_prompts and from how many "
-            "groups were of use"
-        )
+    rules = options.read_tail_batching(
+        options.get_value(config, where) or {}, where, config.data.train_batch_size, config.actor_rollout_ref.rollout.n,
+        filter_groups=bool(config.trainer.v1.sampler.get("sync_refill_failed_groups") or groups.get("enable")),
+    )  # fmt: skip
+    if rules is None:
+        return None
+    options.check_beside_tail_batching(config, trainer.trainer_mode, where, rules)
+    return TailBatching(trainer, rules, streams)
 
 
 class TailBatchingBuffer(ReplayBuffer):
@@ -171,7 +179,7 @@ class TailBatchingBuffer(ReplayBuffer):
         drop: Callable[[set[str]], None] = lambda uids: None,
         **named: Any,
     ) -> None:
-        super().__init__(poll_interval=POLL_SECONDS, **named)
+        super().__init__(**named)
         self._admitter = Admitter(rules)
         self._limit = limit
         self._submit, self._stop, self._announce = submit, stop, announce
