@@ -142,7 +142,8 @@ def list_stream_rules(config: DictConfig, mode: str) -> list[Rule]:
         why = "engines need GPUs of their own to generate while the trainer trains"
         backend, to_others = f"{_ROLLOUT}.checkpoint_engine.backend", "weights go to other GPUs"
         hybrid, by_room = "trainer.v1.separate_async.hybrid_rollout", "replicas are handed over by completion and KV"
-        unused = [field for field in dataclasses.fields(HybridRolloutSwitchConfig) if field.name != "enable_switch"]
+        fields = dataclasses.fields(HybridRolloutSwitchConfig)
+        unused = [field for field in fields if not field.name.startswith(("_", "enable_"))]
         rules += [
             Rule(f"{_ROLLOUT}.nnodes", lambda nodes: nodes > 0, why, "at least 1"),
             Rule(backend, lambda given: given != "naive", to_others, "another one, e.g. nccl,"),

@@ -106,8 +106,8 @@ class LentRanks:
 
     def listen(self) -> None:
         """From now on the trainer's ranks hear the bell."""
-        self._bell = ray.remote(self._trainer.bell_class).options(num_cpus=0).remote()
-        self._trainer.actor_rollout_wg.listen(self._bell)
+        self.bell = ray.remote(self._trainer.bell_class).options(num_cpus=0).remote()
+        self._trainer.actor_rollout_wg.listen(self.bell)
 
     def begin_step(self) -> None:
         self.ranks, self.left_at, self.generates = (), 1.0, True
@@ -201,7 +201,7 @@ class LentRanks:
 
     def _ring(self, rung: bool) -> None:
         if rung != self._rung:
-            ray.get(self._bell.set.remote(rung))
+            ray.get(self.bell.set.remote(rung))
             self._rung = rung
 
     def note_chunk(self, chunk: KVBatchMeta, seconds: float, ranks: Sequence[int]) -> None:
@@ -216,13 +216,13 @@ class AdaptiveStreamLent(AdaptiveTrainer, PPOTrainerColocateAsync):
 
     mode, tail_batching_at = "colocate_async", f"trainer.v1.{MODE}"
     announces_steps = streams = True
-    step_class, worker_class, bell_class = StreamStep, LentWorker, Bell
+    step_class, gpus_class, worker_class, bell_class = StreamStep, LentRanks, LentWorker, Bell
     stream: StreamStep
 
     def __init__(self, config: DictConfig) -> None:
         options.check_stream(config, MODE, self.mode, lent=True)
         super().__init__(config)
-        self.gpus = LentRanks(self)
+        self.gpus = self.gpus_class(self)
 
     def get_llm_client(self) -> LLMServerClient:
         return self.llm_server_manager.get_client(client_cls=AdaptiveAsyncClient)
