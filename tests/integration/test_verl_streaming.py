@@ -356,7 +356,7 @@ class World(StreamStep):
     def train_chunk(self, groups: int, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
         self.calls.append(f"chunk {groups}")
         if len(self.calls) - 2 in self.fails:
-            raise NoResponseError("none")
+            raise NoResponseError(0)
         metrics["rollout/tokens/tp1"] = 10 * groups
         tags = [{"response_len": 3} for _ in range(2 * groups)] + [{"is_padding": True, "response_len": 1}]
         return KVBatchMeta(partition_id="train", keys=[f"{len(self.calls)}_{i}" for i in range(len(tags))], tags=tags)

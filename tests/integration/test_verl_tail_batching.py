@@ -22,6 +22,7 @@ pytestmark = pytest.mark.integration
 
 WHERE = "trainer.v1.sglang_pat_sync"
 BATCH, RESPONSES, LIMIT = 8, 2, 4000
+SIZES = {"num_prompts": BATCH, "num_responses": RESPONSES}
 STRICT = {"tail_batching": "strict", "eta_prompts": 1.5, "max_deferrals": 4}
 SAMPLER = {"max_off_policy_threshold": None, "max_off_policy_strategy": "drop", "sampler_kwargs": {}}
 MODES = {"strict": {}, "reorder": {"tail_batching": "reorder"}, "unbiased": {"unbiased": True}}
@@ -68,7 +69,7 @@ class World(TailBatchingBuffer):
         if useless is not None:
             named = {"filter_groups_metric": "reward", "refill_fn": print, **named}
         super().__init__(
-            options.read_tail_batching(STRICT | given, WHERE, BATCH, RESPONSES, filter_groups=bool(named)), LIMIT,
+            options.make_tail_batching_rules(STRICT | given, WHERE, **SIZES, filter_groups=bool(named)), LIMIT,
             self.submitted, self.stopped, self.announced.append, take_ends=self.take_ends, drop=self.drop,
             trainer_mode="sync", trainer_config={}, **SAMPLER, **named,
         )  # fmt: skip

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from sglang_pat.integrations.verl import options, trainers
 from sglang_pat.integrations.verl.tail_batching import TailBatchingBuffer
 
-from .test_verl_tail_batching import BATCH, LIMIT, RESPONSES, SAMPLER, STRICT, WHERE
+from .test_verl_tail_batching import BATCH, LIMIT, RESPONSES, SAMPLER, SIZES, STRICT, WHERE
 
 pytestmark = pytest.mark.integration
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.integration
 )
 def test_refused_in_one_line(given, line):
     with pytest.raises(ValueError) as refused:
-        options.read_tail_batching(given, WHERE, BATCH, RESPONSES)
+        options.make_tail_batching_rules(given, WHERE, **SIZES)
     assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
 
 
@@ -103,4 +103,4 @@ def test_refused_beside(others, line):
 
 def test_off_by_default():
     for given in ({}, {"tail_batching": "off"}, {"tail_batching": "off", "eta_prompts": 2.0}):
-        assert options.read_tail_batching(given, WHERE, BATCH, RESPONSES) is None
+        assert options.make_tail_batching_rules(given, WHERE, **SIZES) is None

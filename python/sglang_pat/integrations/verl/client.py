@@ -69,4 +69,4 @@ class _JoiningClient(FullyAsyncLLMServerClient, _PartClient):
 
 
 class AdaptiveAsyncClient(AdaptiveClient, _JoiningClient):
-    """Both."""
+    """A client that goes on after an abort, whose responses say it of all their parts and turns."""

@@ -56,9 +56,8 @@ class Sums:
     def add(self, other: Sums) -> None:
         self.lengths += other.lengths
         self.tokens += other.tokens
-        for name in ("losses", "weighted"):
-            for key, value in getattr(other, name).items():  # Counter's own + drops what is not positive
-                getattr(self, name)[key] += value
+        self.losses.update(other.losses)  # adds; Counter's own + drops what is not positive
+        self.weighted.update(other.weighted)
         self.seconds += other.seconds
 
 

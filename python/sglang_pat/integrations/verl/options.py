@@ -2,7 +2,7 @@
 
 A :class:`Rule` is one option of verl's, what it must be, and why.  The rules of an adaptive engine are :data:`ENGINE`,
 those of a step that is streamed :func:`list_stream_rules`, those of lent ranks :func:`list_lent_rules`, and those
-beside tail batching in :func:`check_beside_tail_batching`.  What is given and would not be used is refused, too.
+beside tail batching in :func:`read_tail_batching`.  What is given and would not be used is refused, too.
 
 Nothing of verl is imported with this module.
 """
@@ -41,13 +41,8 @@ PREFIX = f"{NAME}_"
 TAIL_BATCHING = {"tail_batching", "eta_prompts", "max_deferrals", "unbiased"}
 """Options of tail batching, in ``trainer.v1.sglang_pat_sync`` and in those of the modes that stream."""
 TAIL_BATCHING_MODES = ("strict", "reorder")
-"""Values of ``tail_batching``, beside ``off``."""
 TRAINER_MODES = (f"{PREFIX}sync", f"{PREFIX}stream", f"{PREFIX}stream_lent")
 """Trainer modes that have tail batching."""
-NO_TAIL_BATCHING = (
-    "verl's own loop carries unfinished responses over there; tail batching is an option of "
-    f"{', '.join(TRAINER_MODES[:-1])} and {TRAINER_MODES[-1]}"
-)
 ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo")
 """verl's advantages that compare a response with its group only.  The others need a critic, a mean over the batch, or
 old log-probs."""
@@ -210,76 +205,65 @@ def check_stream(config: DictConfig, name: str, mode: str, lent: bool = False) -
     _check_rules(values, own, where, f"actor_rollout_ref.{WHERE}.")
 
 
-def read_tail_batching(
-    given: Mapping[str, Any], where: str, num_prompts: int, num_responses: int, filter_groups: bool = False
-) -> Rules | None:
-    """What a trainer mode's options ask for; None: no tail batching.
-
-    Args:
-        given: options of the mode.
-        where: they are, e.g. ``trainer.v1.sglang_pat_sync``.
-        filter_groups: some groups are not to be trained on.
-
-    Raises:
-        ValueError: an unknown option, a value that cannot be, or options of what is not asked for; one line.
-    """
-    if unknown := sorted(set(given) - TAIL_BATCHING):
-        raise ValueError(f"{where} has no option {unknown[0]!r}; choose from {', '.join(sorted(TAIL_BATCHING))}")
-    mode = given.get("tail_batching")
-    others = {name: value for name, value in given.items() if name != "tail_batching"}
-    modes = ", ".join(TAIL_BATCHING_MODES)
-    if mode is None and others:
-        raise ValueError(f"{where}.{min(others)} is given and tail_batching is not, must be {modes} or off")
-    if mode in (None, False, "off"):
-        return None
-    if mode == "partial":
-        raise ValueError(
-            f"{where}.tail_batching is 'partial', must be {modes} or off: verl starts each response from its prompt "
-            f"here; for partial rollout set trainer.v1.trainer_mode={PREFIX}colocate_async"
-        )
-    if mode not in TAIL_BATCHING_MODES:
-        raise ValueError(f"{where}.tail_batching is {mode!r}, must be {modes} or off")
-    try:
-        return Rules(
-            num_prompts=num_prompts, num_responses=num_responses, mode=mode, eta_responses=1.0,
-            filter_groups=filter_groups, **others,
-        )  # fmt: skip
-    except ValueError as error:
-        raise ValueError(f"{where}.{error}") from None
-
-
-def check_beside_tail_batching(config: DictConfig, mode: str, where: str, rules: Rules) -> None:
-    """Refuse what a job cannot have beside tail batching.
+def read_tail_batching(config: DictConfig, where: str, mode: str) -> Rules | None:
+    """What a job asks of tail batching; None: it does not have it.
 
     Args:
         config: of the job.
+        where: the options of tail batching are, e.g. ``trainer.v1.sglang_pat_sync``.
         mode: verl's own name of the trainer mode.
-        where: the options of tail batching are.
-        rules: that follow from them.
 
     Raises:
-        ValueError: in one line that names the setting.
+        ValueError: options that cannot be, or a job that cannot have them; one line.
     """
-    turns = f"{_ROLLOUT}.multi_turn.enable"
-    if rules.unbiased and get_value(config, turns):
-        by_length = Rule(f"{where}.unbiased", (False, None), "what stops a prompt is time then, not length")
-        _check_rules(config, [by_length], turns)
+    judges = get_value(config, "algorithm.filter_groups.enable")
+    filters = judges or get_value(config, f"{_SAMPLER}.sync_refill_failed_groups")
+    rules = make_tail_batching_rules(
+        get_value(config, where) or {}, where, num_prompts=get_value(config, "data.train_batch_size"),
+        num_responses=get_value(config, f"{_ROLLOUT}.n"), filter_groups=bool(filters),
+    )  # fmt: skip
+    if rules is None:
+        return None
+    if rules.unbiased:
+        why = "what stops a prompt is time then, not length"
+        turns = get_value(config, turns_option := f"{_ROLLOUT}.multi_turn.enable")
+        _check_rules(config, [Rule(f"{where}.unbiased", lambda _: not turns, why, "false")], turns_option)
     own, one = "it chooses the prompts of a step itself", "1 (or left out)"
     beside = [
         Rule(f"trainer.v1.{mode}.parameter_sync_step", (1, None), "a step has one batch, for one update", one),
         Rule(f"{_SAMPLER}.custom_sampler.path", ("", None), own, "left out"),
     ]
-    if get_value(config, "algorithm.filter_groups.enable"):
+    if judges:
         why = "how many prompts run at once follows from eta_prompts and from how many groups were of use"
         beside.append(Rule("algorithm.filter_groups.max_inflight_gen_batches", (1, None), why, one))
     _check_rules(config, beside, f"{where}.tail_batching")
+    return rules
+
+
+def make_tail_batching_rules(given: Mapping[str, Any], where: str, **sizes: Any) -> Rules | None:
+    """The admitter's rules of these options; arguments and errors as of :func:`read_tail_batching`."""
+    if unknown := sorted(set(given) - TAIL_BATCHING):
+        raise ValueError(f"{where} has no option {unknown[0]!r}; choose from {', '.join(sorted(TAIL_BATCHING))}")
+    mode, modes = given.get("tail_batching"), ", ".join(TAIL_BATCHING_MODES)
+    others = {name: value for name, value in given.items() if name != "tail_batching"}
+    if mode is None and others:
+        raise ValueError(f"{where}.{min(others)} is given and tail_batching is not, must be {modes} or off")
+    if mode in (None, False, "off"):
+        return None
+    if mode not in TAIL_BATCHING_MODES:
+        why = (
+            ": verl starts each response from its prompt here; for partial rollout set "
+            f"trainer.v1.trainer_mode={PREFIX}colocate_async"
+        ) if mode == "partial" else ""  # fmt: skip
+        raise ValueError(f"{where}.tail_batching is {mode!r}, must be {modes} or off{why}")
+    try:
+        return Rules(mode=mode, eta_responses=1.0, **sizes, **others)
+    except ValueError as error:
+        raise ValueError(f"{where}.{error}") from None
 
 
 def has_tail_batching(config: DictConfig) -> bool:
-    """Whether a job asks for tail batching.
-
-    The name of its trainer mode does not say so: the trainer gives its workers a configuration with verl's own name.
-    """
+    """Whether a job asks for tail batching.  In a worker the name of its trainer mode is verl's own, and no sign."""
     version = config.trainer.v1
     return any((version.get(mode) or {}).get("tail_batching") in TAIL_BATCHING_MODES for mode in TRAINER_MODES)
 
@@ -299,7 +283,10 @@ def set_verls_mode(config: DictConfig, mode: str, own: str | None, streams: bool
 
     for name, given in config.trainer.v1.items():
         if name.startswith(PREFIX) and f"trainer.v1.{name}" != own and given:
-            why = f"those of this mode are in {own}" if own else NO_TAIL_BATCHING
+            why = f"those of this mode are in {own}" if own else (
+                "verl's own loop carries unfinished responses over there; tail batching is an option of "
+                f"{', '.join(TRAINER_MODES[:-1])} and {TRAINER_MODES[-1]}"
+            )  # fmt: skip
             raise ValueError(f"trainer.v1.{name} has no option {min(given)!r}, must be left out: {why}")
     config = deepcopy(config)
     with open_dict(config.trainer.v1):

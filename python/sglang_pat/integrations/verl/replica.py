@@ -38,13 +38,10 @@ class AdaptiveServer(SGLangHttpServer):
 
     _in_round = False
     """One was announced, or something was asked of the engine, since the last one ended."""
-
     _refuses = False
     """Requests that come now are for another engine: those who sent them ask the balancer again."""
-
     _stops = False
     """Nobody waits for a response of this round any more."""
-
     _routed = False
     """Samples say which experts their tokens were routed to."""
 

@@ -29,13 +29,11 @@ from verl.utils.debug import marked_timer
 from verl.utils.device import get_device_name
 from verl.utils.memory_utils import aggressive_empty_cache
 from verl.workers.engine.fsdp import transformer_impl
-from verl.workers.rollout.llm_server import LLMServerClient
 
 from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.bell import Bell
-from sglang_pat.integrations.verl.client import AdaptiveAsyncClient
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
-from sglang_pat.integrations.verl.streaming import StreamStep, list_samples, set_worker, sum_tokens
+from sglang_pat.integrations.verl.streaming import StreamStep, list_samples, sum_tokens
 from sglang_pat.integrations.verl.tail_batching import ChunkedTailBatchingBuffer
 from sglang_pat.integrations.verl.trainers import AdaptiveTrainer
 from sglang_pat.messages import EndRound
@@ -86,8 +84,8 @@ class LentWorker(SummingWorker):
 
 
 class LentRanks:
-    """GPUs that are the engines', of which the trainer gets those that are lent until the engines sleep
-    (:class:`~sglang_pat.integrations.verl.streaming.Gpus`)."""
+    """GPUs that are the engines', of which the trainer gets those that are lent until the engines sleep; attributes and
+    methods as of :class:`~sglang_pat.integrations.verl.streaming.TrainerGpus`."""
 
     ranks: Sequence[int] = ()
     train_alone = True
@@ -223,13 +221,6 @@ class AdaptiveStreamLent(AdaptiveTrainer, PPOTrainerColocateAsync):
         options.check_stream(config, MODE, self.mode, lent=True)
         super().__init__(config)
         self.gpus = self.gpus_class(self)
-
-    def get_llm_client(self) -> LLMServerClient:
-        return self.llm_server_manager.get_client(client_cls=AdaptiveAsyncClient)
-
-    def _init_resource_pool_mgr(self) -> None:
-        super()._init_resource_pool_mgr()
-        set_worker(self, self.worker_class)
 
     def on_init_end(self) -> None:
         self.gpus.listen()

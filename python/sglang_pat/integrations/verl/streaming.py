@@ -17,13 +17,12 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ray
 import transfer_queue as tq
 from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.replay_buffer import _accumulate_eviction_metrics
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode, PPOTrainerSeparateAsync
@@ -32,22 +31,19 @@ from verl.utils import tensordict_utils
 from verl.utils.debug import marked_timer
 from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import rename_dict
-from verl.workers.rollout.llm_server import LLMServerClient
 
 from sglang_pat.integrations.verl import missing_rewards, options, rewards
-from sglang_pat.integrations.verl.client import AdaptiveAsyncClient
 from sglang_pat.integrations.verl.fields import STEPS, expand_runs, was_stopped
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
-from sglang_pat.integrations.verl.tail_batching import (
-    ChunkedTailBatchingBuffer,
-    NoResponseError,
-    make_no_response_error,
-)
+from sglang_pat.integrations.verl.tail_batching import ChunkedTailBatchingBuffer, NoResponseError
 from sglang_pat.integrations.verl.trainers import AdaptiveTrainer, report_degrees
 from sglang_pat.messages import EndRound
 from sglang_pat.policies.course import look_ahead
 from sglang_pat.policies.lending import Move, Training, decide_by_room, make_load
 from sglang_pat.policies.lengths import LengthHistory
+
+if TYPE_CHECKING:
+    from sglang_pat.integrations.verl.stream_lent import LentRanks
 
 MODE = f"{options.PREFIX}stream"
 CHUNK = 0.2
@@ -56,48 +52,21 @@ LEFT_AT = "training/stream/switched_at"
 """Metric: the share of the groups that was complete when GPUs left the round."""
 
 
-class Gpus(Protocol):
-    """Who has the trainer's GPUs in a step.
-
-    Attributes:
-        ranks: data-parallel ranks of the trainer that can train now; none, while all of them generate.
-        train_alone: some ranks train while the others generate, so none of verl's passes over all ranks can be made.
-        left_at: share of the groups that was complete when GPUs left the round; None: none ever generate.
-    """
-
-    ranks: Sequence[int]
-    train_alone: bool
-    left_at: float | None
-
-    def begin_step(self) -> None:
-        """Before the step's prompts are started."""
-
-    def follow(self, step: StreamStep, groups: set[str], is_training: bool) -> None:
-        """After each look at the round: who has the GPUs may change, but for ranks that are training.
-
-        Args:
-            groups: those that are complete and were not taken for a chunk.
-            is_training: a chunk is being trained.
-        """
-
-    def begin_chunk(self) -> None:
-        """Before ranks begin to compute gradients."""
-
-    def note_chunk(self, chunk: KVBatchMeta, seconds: float, ranks: Sequence[int]) -> None:
-        """After a chunk, which began on these ranks."""
-
-
 class StreamStep:
     """One step of a trainer that streams: its prompts, its chunks, its one update.
 
     :meth:`run` is the step.  :meth:`look` is the one place where its round is watched, both while the trainer waits for
     groups and while ranks compute gradients.
 
+    Args:
+        trainer: whose step it is; what is called of it is verl's.
+        gpus: who has its GPUs.
+
     Attributes:
         left: groups that the batch has beside those that were taken for chunks.
     """
 
-    def __init__(self, trainer: AdaptiveTrainer, gpus: Gpus) -> None:
+    def __init__(self, trainer: AdaptiveTrainer, gpus: TrainerGpus | LentRanks) -> None:
         self.trainer, self.gpus, self.buffer = trainer, gpus, trainer.replay_buffer
         self.batch = self.left = trainer.config.data.train_batch_size
         self._evicted: dict[str, Any] = {}
@@ -110,8 +79,8 @@ class StreamStep:
         """verl's ``PPOTrainer.step``: one update of the weights, of a batch that is trained in chunks of complete
         groups."""
         trainer, chunks, hidden, exposed = self.trainer, list[KVBatchMeta](), 0.0, 0.0
-        aggregator = MetricsAggregator()
-        aggregator.aggregation_rules["sum"].append(missing_rewards.METRIC)
+        sums = (aggregator := MetricsAggregator()).aggregation_rules["sum"]
+        sums.append(missing_rewards.METRIC)
         aggregator.add_step_metrics(trainer.prepare_step())
         trainer.actor_rollout_wg.begin_step()
         while self.left:
@@ -131,12 +100,10 @@ class StreamStep:
             exposed += ended - self._lacked_at
             chunks.append(chunk)
             self.gpus.note_chunk(chunk, ended - began, ranks)
-            aggregator.aggregation_rules["sum"] += [
-                name for name in chunk_metrics if name.startswith("rollout/tokens/")
-            ]
+            sums += [name for name in chunk_metrics if name.startswith("rollout/tokens/")]
             aggregator.add_step_metrics(chunk_metrics, sample_count=len(chunk))
         if not chunks:
-            raise make_no_response_error(self.batch)
+            raise NoResponseError(self.batch)
         missing_rewards.check_some_left(chunks)
         if isinstance(self.buffer, ChunkedTailBatchingBuffer):
             with marked_timer("gen", timing_raw, color="red"):
@@ -262,8 +229,14 @@ class StreamStep:
 
 
 class TrainerGpus:
-    """GPUs that are the trainer's (:class:`Gpus`).  While verl's replicas on them generate, they are handed over to the
-    trainer as soon as :func:`~sglang_pat.policies.lending.decide_by_room` says so."""
+    """GPUs that are the trainer's.  While verl's replicas on them generate, they are handed over to the trainer as soon
+    as :func:`~sglang_pat.policies.lending.decide_by_room` says so.
+
+    Attributes:
+        ranks: data-parallel ranks of the trainer that can train now; none, while all of them generate.
+        train_alone: some ranks may train while others generate, so there are none of verl's passes over all ranks.
+        left_at: share of the groups that was complete when GPUs left the round; None: none generate.
+    """
 
     ranks: Sequence[int] = ()
     train_alone = False
@@ -276,11 +249,17 @@ class TrainerGpus:
         """How many groups were complete at the last question."""
 
     def begin_step(self) -> None:
+        """Before the step's prompts are started."""
         generate = self._trainer.current_mode == HybridEngineMode.ROLLOUT
         self.ranks = () if generate else range(self._trainer.actor_rollout_wg.world_size)
         self.left_at, self._asked_at = None, 0
 
     def follow(self, step: StreamStep, groups: set[str], is_training: bool) -> None:
+        """After a look at the round: who has the GPUs may change, but for ranks that are training.
+
+        Args:
+            groups: those that are complete and were not taken for a chunk.
+        """
         if self.ranks:
             return
         complete = step.count_complete(groups)
@@ -291,9 +270,10 @@ class TrainerGpus:
         self._asked_at = complete
 
     def begin_chunk(self) -> None:
-        pass
+        """Before ranks begin to compute gradients."""
 
     def note_chunk(self, chunk: KVBatchMeta, seconds: float, ranks: Sequence[int]) -> None:
+        """After a chunk, which began on these ranks."""
         limit = self._trainer.config.actor_rollout_ref.rollout.response_length
         for tag in list_samples(chunk):
             self._lengths.observe(tag["response_len"], 0, tag["response_len"] < limit)
@@ -338,13 +318,6 @@ class AdaptiveStream(AdaptiveTrainer, PPOTrainerSeparateAsync):
         # verl's own rule when replicas change sides is about prefetched prompts.
         self.hybrid_rollout_config = replace(self.hybrid_rollout_config, enable_switch=False)
 
-    def get_llm_client(self) -> LLMServerClient:
-        return self.standalone_server_manager.get_client(client_cls=AdaptiveAsyncClient)
-
-    def _init_resource_pool_mgr(self) -> None:
-        super()._init_resource_pool_mgr()
-        set_worker(self, self.worker_class)
-
     def on_step_begin(self) -> None:
         if not self._hands_over:
             super().on_step_begin()
@@ -372,13 +345,6 @@ class AdaptiveStream(AdaptiveTrainer, PPOTrainerSeparateAsync):
         if self._hands_over and self.global_steps < self.total_training_steps:
             with marked_timer("switch_to_rollout", self.timing_raw, color="cyan"):
                 self.switch_to_rollout()
-
-
-def set_worker(trainer: PPOTrainer, worker_class: type[SummingWorker]) -> None:
-    """Have the trainer's ranks be workers of this class."""
-    roles = trainer.role_worker_mapping
-    for role in roles.keys() & {Role.Actor, Role.ActorRollout, Role.ActorRolloutRef}:
-        roles[role] = ray.remote(worker_class)
 
 
 def count_least(left: int) -> int:

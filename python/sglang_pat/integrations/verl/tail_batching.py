@@ -22,33 +22,17 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, _accumulate_eviction_metrics
 from verl.utils import tensordict_utils
 
-from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.reward_ledger import TrainerLedger
 from sglang_pat.messages import BeginRound
+from sglang_pat.rollout import records
 from sglang_pat.rollout.admitter import Admitter
-from sglang_pat.rollout.records import (
-    Abort,
-    Action,
-    Judge,
-    Launch,
-    NeedPrompts,
-    Output,
-    PromptKey,
-    ReturnGroup,
-    RoundOver,
-    SampleId,
-    Span,
-    Summary,
-)  # fmt: skip
 from sglang_pat.rollout.rounds import make_announcement
 from sglang_pat.rollout.rules import Rules
 from sglang_pat.rollout.state import LONG
@@ -58,9 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WAITING_FILE = "tail_batching.pt"
-"""The file of a checkpoint in which the prompts are that wait."""
-
 
 class TailBatching:
     """Tail batching of a job: its buffer, and what that asks of the trainer.
@@ -68,12 +49,15 @@ class TailBatching:
     Args:
         rules: of the admitter.
         streams: whether the trainer gets the groups of a step as they are taken.
+
+    Attributes:
+        ledger: says which responses have ended; it is there from the trainer's setup on.
     """
 
+    ledger: TrainerLedger
+
     def __init__(self, trainer: AdaptiveTrainer, rules: Rules, streams: bool) -> None:
-        self._trainer = trainer
-        self._ledger: TrainerLedger | None = None
-        config = trainer.config
+        self._trainer, config = trainer, trainer.config
         groups, sampler = config.algorithm.get("filter_groups") or {}, config.trainer.v1.sampler
         metric = trainer._resolve_filter_groups_metric()
         most_batches = max(groups.get("max_num_gen_batches", 0), 0) if metric else 0
@@ -83,7 +67,8 @@ class TailBatching:
             rules, config.actor_rollout_ref.rollout.response_length, self._submit,
             trainer.engines.stop_requests if streams else self._abort, trainer.engines.announce, most_batches,
             # With a filter a step goes on until verl has the rewards.
-            take_ends=dict if rules.filter_groups else self._take_ends, drop=self._drop,
+            take_ends=dict if rules.filter_groups else lambda: self.ledger.take_ends(trainer.global_steps),
+            drop=lambda uids: self.ledger.drop(trainer.global_steps, uids),
             trainer_mode=trainer.trainer_mode, trainer_config=config.trainer.v1.get(trainer.trainer_mode, {}),
             max_off_policy_threshold=sampler.max_off_policy_threshold,
             max_off_policy_strategy=sampler.max_off_policy_strategy, sampler_kwargs=sampler.sampler_kwargs,
@@ -91,22 +76,9 @@ class TailBatching:
             sync_refill_failed_groups=bool(sampler.get("sync_refill_failed_groups")), gen_batch_size=1,
         )  # fmt: skip
 
-    def listen(self, ledger: TrainerLedger) -> None:
-        """From now on the ledger says which responses have ended."""
-        self._ledger = ledger
-
     def begin_step(self) -> None:
         """Start the step's prompts."""
         self.buffer.begin(self._trainer.global_steps, self._trainer._fetch_one_gen_batch)
-
-    def save(self, folder: Path) -> None:
-        """Write the prompts that wait to a checkpoint: they have left verl's data loader."""
-        torch.save(self.buffer.get_state(), folder / WAITING_FILE)
-
-    def load(self, path: Path) -> None:
-        """Go on with the prompts that waited at a checkpoint."""
-        # As verl reads its own files; this one has its rows in it, which are no tensors alone.
-        self.buffer.restore(torch.load(path, weights_only=False), str(path))
 
     def _submit(self, rows: list[TensorDict]) -> None:
         batch = tensordict_utils.concat_tensordict(rows)
@@ -117,36 +89,6 @@ class TailBatching:
         """End all that the engines generate."""
         self._trainer.checkpoint_manager.abort_replicas()
         self._trainer.checkpoint_manager.resume_generation_replicas()
-
-    def _take_ends(self) -> Mapping[str, Mapping[int, int]]:
-        assert self._ledger is not None, "a step comes after the setup"
-        return self._ledger.take_ends(self._trainer.global_steps)
-
-    def _drop(self, uids: set[str]) -> None:
-        assert self._ledger is not None, "a step comes after the setup"
-        self._ledger.drop(self._trainer.global_steps, uids)
-
-
-def read_tail_batching(trainer: AdaptiveTrainer, where: str, streams: bool) -> TailBatching | None:
-    """Tail batching as the job asks for it; None: it does not.
-
-    Args:
-        where: its options are.
-        streams: as of :class:`TailBatching`.
-
-    Raises:
-        ValueError: options that cannot be; one line.
-    """
-    config = trainer.config
-    groups = config.algorithm.get("filter_groups") or {}
-    rules = options.read_tail_batching(
-        options.get_value(config, where) or {}, where, config.data.train_batch_size, config.actor_rollout_ref.rollout.n,
-        filter_groups=bool(config.trainer.v1.sampler.get("sync_refill_failed_groups") or groups.get("enable")),
-    )  # fmt: skip
-    if rules is None:
-        return None
-    options.check_beside_tail_batching(config, trainer.trainer_mode, where, rules)
-    return TailBatching(trainer, rules, streams)
 
 
 class TailBatchingBuffer(ReplayBuffer):
@@ -191,14 +133,14 @@ class TailBatchingBuffer(ReplayBuffer):
         self._most_judged = most_batches * rules.num_prompts
         self._judged = 0
         """Groups of this round."""
-        self._complete: dict[str, PromptKey] = {}
+        self._complete: dict[str, records.PromptKey] = {}
         """Groups that wait for a verdict, by uid, in the order in which they were completed."""
         self._evicted: dict[str, Any] = {}
         """verl's figures of the useless groups of this round."""
         self._rows: dict[int, TensorDict] = {}
         """Prompts that were not trained on yet, by their index."""
         self._fed = 0
-        self._under_way: dict[str, dict[int, SampleId]] = {}
+        self._under_way: dict[str, dict[int, records.SampleId]] = {}
         """By uid and session, what verl's workers have."""
         self._started: dict[str, float] = {}
         """When, by uid, by the machine's monotonic clock."""
@@ -209,12 +151,14 @@ class TailBatchingBuffer(ReplayBuffer):
         self._uids: dict[tuple[int, int], str] = {}
         """Of this round, by index and number of the draw (``rollout/redraws.py``)."""
         self._taken: list[str] = []
+        self._given: set[str] = set()
+        """Uids of this step that a trainer that streams has."""
         self._failed: set[str] = set()
         """Uids of those that are taken and lack responses."""
         self._over, self._stopped = True, False
         self._rewarded_at: float | None = None
         """When all that are taken had their rewards, by the same clock."""
-        self.summary: Summary | None = None
+        self.summary: records.Summary | None = None
 
     def get_state(self) -> dict[str, Any]:
         """Between two steps: what another process needs to go on, the prompts that wait among it."""
@@ -238,6 +182,7 @@ class TailBatchingBuffer(ReplayBuffer):
         self._judged, self._evicted, self._stopped, self._rewarded_at = 0, {}, False, None
         self._failed.clear()
         self._uids.clear()
+        self._given.clear()
         self._complete.clear()
         self._ends.clear()
         self._take_ends()  # from now on they are kept
@@ -245,7 +190,7 @@ class TailBatchingBuffer(ReplayBuffer):
         self._announce(make_announcement(self._admitter, BeginRound().name, {"max_new_tokens": self._limit}))
         self._do(actions)
 
-    def _feed(self, prompts: int) -> list[Action]:
+    def _feed(self, prompts: int) -> list[records.Action]:
         """So many or a few more.  All at once: each call of the admitter goes through all keys that there ever were."""
         assert self._fetch is not None, "a step has begun"
         first = self._fed
@@ -263,7 +208,7 @@ class TailBatchingBuffer(ReplayBuffer):
         metrics = self.end_step(global_steps)
         snapshot = dict(self.partitions[partition_id])
         if set(self._taken).isdisjoint(_get_uids(snapshot)):
-            raise make_no_response_error(len(self._taken))
+            raise NoResponseError(len(self._taken))
         return self._materialize_batch(partition_id, self._taken, snapshot), metrics
 
     def end_step(self, global_steps: int) -> dict[str, Any]:
@@ -350,43 +295,43 @@ class TailBatchingBuffer(ReplayBuffer):
             if not left:
                 del self._under_way[uid], self._started[uid]
 
-    def _report_response_end(self, sample: SampleId, tokens: int, seconds: float, stopped: bool) -> None:
+    def _report_response_end(self, sample: records.SampleId, tokens: int, seconds: float, stopped: bool) -> None:
         under_way = self._admitter.state.round
         assert under_way is not None, "a sample ends in its round"
-        spans = [Span(under_way.version, tokens)]
+        spans = [records.Span(under_way.version, tokens)]
         if stopped:
-            return self._do(self._admitter.record_stopped(sample, Output(spans=spans)))
+            return self._do(self._admitter.record_stopped(sample, records.Output(spans=spans)))
         reason = "length" if tokens >= self._limit else "stop"
         return self._do(
-            self._admitter.record_finished(sample, Output(spans=spans, finish_reason=reason, seconds=seconds))
+            self._admitter.record_finished(sample, records.Output(spans=spans, finish_reason=reason, seconds=seconds))
         )
 
-    def _do(self, actions: Iterable[Action]) -> None:
-        draws: dict[tuple[int, int], dict[int, SampleId]] = defaultdict(dict)
+    def _do(self, actions: Iterable[records.Action]) -> None:
+        draws: dict[tuple[int, int], dict[int, records.SampleId]] = defaultdict(dict)
         responses, lacks = self._admitter.rules.num_responses, 0
         for action in actions:
             match action:
-                case Launch(sample=sample):
+                case records.Launch(sample=sample):
                     draw, session = divmod(sample.number, responses)
                     draws[sample.index, draw][session] = sample
-                case ReturnGroup(group=group):
+                case records.ReturnGroup(group=group):
                     del self._rows[group.index]
                     self._taken.append(self._uids[group.index, group.rejected])
-                case Judge(group=group):
+                case records.Judge(group=group):
                     self._complete[self._uids[group.index, group.rejected]] = group.key
-                case NeedPrompts(prompts=prompts):
+                case records.NeedPrompts(prompts=prompts):
                     lacks += prompts
-                case RoundOver(summary=summary):
+                case records.RoundOver(summary=summary):
                     self._over, self._over_at = True, time.monotonic()
                     self.summary = self._admitter.record_round_time(summary, time.monotonic() - self._begun)
-                case Abort():
+                case records.Abort():
                     pass  # all that are left, together: see sample
         if draws:
             self._start(draws)
         if lacks:
             self._do(self._feed(lacks))
 
-    def _start(self, draws: Mapping[tuple[int, int], dict[int, SampleId]]) -> None:
+    def _start(self, draws: Mapping[tuple[int, int], dict[int, records.SampleId]]) -> None:
         """Each draw with all its responses; draws of one prompt are prompts of their own to verl."""
         rows = []
         for (index, draw), samples in draws.items():
@@ -401,21 +346,16 @@ class TailBatchingBuffer(ReplayBuffer):
     def _make_metrics(self) -> dict[str, float]:
         summary = self.summary
         assert summary is not None and self._rewarded_at is not None, "asked after a round"
-        found = {
+        names = "redraws", "mean_returned", "mean_undropped", "mean_undropped_error", "mean_seconds", "plain_seconds"
+        metrics = {name: getattr(summary, name) for name in names} | {
             "long_round": float(summary.kind == LONG),
             "stopped_prompts": summary.deferred,
             "failed_prompts": len(self._failed),
             "waiting_prompts": len(summary.ages),
             "oldest_waiting": max(summary.ages, default=0),
-            "redraws": summary.redraws,
-            "mean_returned": summary.mean_returned,
-            "mean_undropped": summary.mean_undropped,
-            "mean_undropped_error": summary.mean_undropped_error,
-            "mean_seconds": summary.mean_seconds,
-            "plain_seconds": summary.plain_seconds,
             "reward_seconds": self._rewarded_at - self._over_at,
         }
-        return {f"training/tail_batching/{name}": value for name, value in found.items()}
+        return {f"training/tail_batching/{name}": value for name, value in metrics.items()}
 
 
 class ChunkedTailBatchingBuffer(TailBatchingBuffer):
@@ -425,15 +365,6 @@ class ChunkedTailBatchingBuffer(TailBatchingBuffer):
     Between two calls of :meth:`begin`: :meth:`wait_for_sampleable` and :meth:`sample` until the batch is there, then
     :meth:`end_step`.
     """
-
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
-        self._given: set[str] = set()
-        """Uids of this step that the trainer has."""
-
-    def begin(self, version: int, fetch: Callable[[], TensorDict]) -> None:
-        self._given.clear()
-        super().begin(version, fetch)
 
     @property
     def is_generated(self) -> bool:
@@ -480,7 +411,7 @@ class ChunkedTailBatchingBuffer(TailBatchingBuffer):
         batch = self._materialize_batch(partition_id, chosen, dict(self.partitions[partition_id]))
         if not batch.keys:
             _accumulate_eviction_metrics(self._evicted, metrics, 0)
-            raise make_no_response_error(len(chosen))
+            raise NoResponseError(len(chosen))
         return batch, metrics
 
     def _list_sampleable(self) -> list[str]:
@@ -488,11 +419,10 @@ class ChunkedTailBatchingBuffer(TailBatchingBuffer):
 
 
 class NoResponseError(RuntimeError):
-    """Nothing of some groups can be trained on."""
+    """Nothing of some groups can be trained on; the argument is the number of their prompts."""
 
-
-def make_no_response_error(prompts: int) -> NoResponseError:
-    return NoResponseError(f"no response to train on: all {prompts} prompts of the step have failed")
+    def __str__(self) -> str:
+        return f"no response to train on: all {self.args[0]} prompts of the step have failed"
 
 
 def _get_uids(keys: Iterable[str]) -> set[str]:

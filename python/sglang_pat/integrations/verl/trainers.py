@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from omegaconf import DictConfig
 from ray.actor import ActorHandle
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import trainer_separate_async
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, PPOTrainer, register_trainer
@@ -27,6 +28,7 @@ from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from sglang_pat import figures
@@ -35,14 +37,15 @@ from sglang_pat.integrations.verl.client import AdaptiveAsyncClient, AdaptiveCli
 from sglang_pat.integrations.verl.fields import DEGREES, expand_runs
 from sglang_pat.integrations.verl.options import PREFIX
 from sglang_pat.integrations.verl.reward_ledger import TrainerLedger
-from sglang_pat.integrations.verl.tail_batching import WAITING_FILE, TailBatching, read_tail_batching
+from sglang_pat.integrations.verl.tail_batching import TailBatching
 from sglang_pat.messages import BeginRound, EndRound
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-"""Seconds between two looks at what is complete, where a step goes by that; verl's two are the length of a small step.
-"""
+"""Seconds between two looks at what is complete; verl's two seconds are the length of a small step."""
+WAITING_FILE = "tail_batching.pt"
+"""The file of a checkpoint with the prompts that wait: they have left verl's data loader."""
 LIMITS_FILE = "reward_limits.json"
 """The file of a checkpoint with what was learnt of rewards' time limits."""
 
@@ -137,6 +140,7 @@ class AdaptiveTrainer(CheckedTrainer):
         tail_batching_at: where the options of tail batching are; None: this mode has none.
         announces_steps: the prompts of a step are announced to the engines.
         streams: a step is trained in chunks, as its groups are complete.
+        worker_class: of the trainer's ranks; None: verl's.
         tail_batching: None: the job has none.
         ledger: of rewards with limits; None: the job has none.
     """
@@ -144,6 +148,7 @@ class AdaptiveTrainer(CheckedTrainer):
     mode: str
     tail_batching_at: str | None = None
     announces_steps = streams = False
+    worker_class: type[ActorRolloutRefWorker] | None = None
     tail_batching: TailBatching | None = None
     ledger: TrainerLedger | None = None
 
@@ -151,17 +156,27 @@ class AdaptiveTrainer(CheckedTrainer):
         self.engines = Engines(self, self.streams)
         super().__init__(options.set_verls_mode(config, self.mode, self.tail_batching_at, self.streams))
 
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        for role in self.role_worker_mapping.keys() & {Role.Actor, Role.ActorRollout, Role.ActorRolloutRef}:
+            if self.worker_class:
+                self.role_worker_mapping[role] = ray.remote(self.worker_class)
+
     def _setup(self) -> None:
         rules = rewards.read_limit_rules(self.config)
         if rewards.is_used(self.config):
             self.ledger = TrainerLedger(rules)
         if self.tail_batching:
-            self.tail_batching.listen(self.ledger or TrainerLedger(rules))
+            self.tail_batching.ledger = self.ledger or TrainerLedger(rules)
         level = trainer_separate_async.logger.level
         trainer_separate_async.logger.setLevel(logging.WARNING)  # verl 0.9.1 fails at a line of INFO of its own
         super()._setup()
         trainer_separate_async.logger.setLevel(level)
         self.engines.take_metrics()
+
+    def get_llm_client(self) -> LLMServerClient:
+        manager = getattr(self, "standalone_server_manager", self.llm_server_manager)
+        return manager.get_client(client_cls=AdaptiveClient if self.mode == "sync" else AdaptiveAsyncClient)
 
     def on_validate_begin(self) -> None:
         super().on_validate_begin()
@@ -185,8 +200,9 @@ class AdaptiveTrainer(CheckedTrainer):
 
     def _build_replay_buffer(self) -> ReplayBuffer:
         """verl's, or that of tail batching."""
-        if self.tail_batching_at:
-            self.tail_batching = read_tail_batching(self, self.tail_batching_at, self.streams)
+        where = self.tail_batching_at
+        if where and (rules := options.read_tail_batching(self.config, where, self.trainer_mode)):
+            self.tail_batching = TailBatching(self, rules, self.streams)
         buffer = self.tail_batching.buffer if self.tail_batching else super()._build_replay_buffer()
         if self.tail_batching or self.streams:
             buffer.poll_interval = POLL_SECONDS
@@ -217,7 +233,7 @@ class AdaptiveTrainer(CheckedTrainer):
         if self.ledger:
             self.ledger.save(folder / LIMITS_FILE)
         if self.tail_batching:
-            self.tail_batching.save(folder)
+            torch.save(self.tail_batching.buffer.get_state(), folder / WAITING_FILE)
         super()._save_checkpoint()
 
     def _load_checkpoint(self) -> None:
@@ -228,7 +244,8 @@ class AdaptiveTrainer(CheckedTrainer):
             self.ledger.load(path)
         waiting = "prompts that waited at this checkpoint, if any, are left out"
         if self.tail_batching and (path := self._find_saved(WAITING_FILE, waiting)):
-            self.tail_batching.load(path)
+            # As verl reads its own files; this one has its rows in it, which are no tensors alone.
+            self.tail_batching.buffer.restore(torch.load(path, weights_only=False), str(path))
 
     def _find_saved(self, name: str, otherwise: str) -> Path | None:
         """A file of the checkpoint from which the job goes on; none: the log says what follows."""
@@ -281,25 +298,12 @@ class AdaptiveSync(AdaptiveTrainer, PPOTrainerSync):
 
     mode, tail_batching_at, announces_steps = "sync", f"trainer.v1.{PREFIX}sync", True
 
-    def get_llm_client(self) -> LLMServerClient:
-        return self.llm_server_manager.get_client(client_cls=AdaptiveClient)
-
 
 @register_trainer(f"{PREFIX}colocate_async")
 class AdaptiveColocateAsync(AdaptiveTrainer, PPOTrainerColocateAsync):
-    """``trainer.v1.trainer_mode=sglang_pat_colocate_async``"""
-
     mode = "colocate_async"
-
-    def get_llm_client(self) -> LLMServerClient:
-        return self.llm_server_manager.get_client(client_cls=AdaptiveAsyncClient)
 
 
 @register_trainer(f"{PREFIX}separate_async")
 class AdaptiveSeparateAsync(AdaptiveTrainer, PPOTrainerSeparateAsync):
-    """``trainer.v1.trainer_mode=sglang_pat_separate_async``"""
-
     mode = "separate_async"
-
-    def get_llm_client(self) -> LLMServerClient:
-        return self.standalone_server_manager.get_client(client_cls=AdaptiveAsyncClient)
