@@ -31,7 +31,7 @@ def was_stopped(fields: Mapping[str, Any]) -> bool:
 
 
 class StopReasons(list[str]):
-    """Of the turns of a response so far, as :class:`Turns`."""
+    """Why each turn of a response so far ended; ``prompt`` as of :class:`Turns`."""
 
     def __init__(self, prompt: int = 0) -> None:
         super().__init__()

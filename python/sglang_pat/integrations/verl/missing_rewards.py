@@ -28,7 +28,7 @@ Reasons = tuple[set[str], set[str], set[str], Counter[float]]
 
 
 def find_missing(keys: Sequence[str], partition: str) -> set[str]:
-    """Those of the responses with these keys whose reward is missing."""
+    """Keys of the responses, of these, whose reward is missing."""
     if not keys:
         return set()
     data = tq.kv_batch_get(keys=list(keys), partition_id=partition, select_fields=["extra_fields"])
@@ -36,7 +36,7 @@ def find_missing(keys: Sequence[str], partition: str) -> set[str]:
 
 
 def choose_keys(keys: Iterable[str], missing: set[str]) -> set[str]:
-    """Those that are trained on; keys are ``uid_session_index``, and all of a session have one reward."""
+    """Keys of the responses that are trained on; ``uid_session_index``, and all of a session have one reward."""
     groups: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for key in keys:
         uid, session, _ = key.rsplit("_", 2)
@@ -76,7 +76,7 @@ def leave_out(batch: KVBatchMeta, metrics: dict[str, Any], filler: int) -> KVBat
 
 
 def check_some_left(batches: Iterable[KVBatchMeta]) -> None:
-    """Of a whole update.
+    """Hold that a whole update has something to train on.
 
     Raises:
         RuntimeError: nothing is; one line.

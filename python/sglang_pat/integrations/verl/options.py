@@ -303,10 +303,10 @@ def get_own_settings(config: RolloutConfig) -> Mapping[str, Any] | None:
     Raises:
         ValueError: they are something else.
     """
-    found = (config.engine_kwargs or {}).get(NAME)
-    if found is not None and not isinstance(found, Mapping):
-        raise ValueError(f"{WHERE} is {found!r}, must be settings by name, e.g. {{base_tp: 1, policy: pat}}")
-    return found
+    given = (config.engine_kwargs or {}).get(NAME)
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(f"{WHERE} is {given!r}, must be settings by name, e.g. {{base_tp: 1, policy: pat}}")
+    return given
 
 
 def is_adaptive(config: RolloutConfig, helper: bool) -> bool:
@@ -320,14 +320,14 @@ def is_adaptive(config: RolloutConfig, helper: bool) -> bool:
     Raises:
         ValueError: settings of the one kind for the other; one line.
     """
-    found = get_own_settings(config)
-    settings_given = found is not None
-    if helper and settings_given and set(found) != {STREAM}:
+    given = get_own_settings(config)
+    settings_given = given is not None
+    if helper and settings_given and set(given) != {STREAM}:
         raise ValueError(
             f"{WHERE} is given for a reward model or a teacher, must be left out there, or only have {STREAM}: only "
             "the policy's engines are adaptive"
         )
-    if not helper and settings_given and STREAM in found:
+    if not helper and settings_given and STREAM in given:
         raise ValueError(
             f"{WHERE}.{STREAM} is for a reward model or a teacher, must be left out here: the policy's engines keep "
             "all layers on their GPUs"
@@ -345,10 +345,10 @@ def read_stream_setting(config: RolloutConfig, model: str | None = None) -> str 
     Raises:
         ValueError: a wrong value, or a model that cannot be streamed; one line.
     """
-    found = get_own_settings(config)
-    if found is None:
+    given = get_own_settings(config)
+    if given is None:
         return None
-    value, where = str(found[STREAM]), f"{WHERE}.{STREAM}"
+    value, where = str(given[STREAM]), f"{WHERE}.{STREAM}"
     count = parse_count(value, where)
     if model is not None:
         check_model(model, count, where)
@@ -360,8 +360,8 @@ def read_settings(config: RolloutConfig, replica: int | None = None) -> dict[str
 
     ``replica``: those of the engine of this number (:func:`sglang_pat.settings.make_engine_settings`).
     """
-    found = settings.read_environment() | dict(get_own_settings(config) or {})
-    return found if replica is None else settings.make_engine_settings(found, replica)
+    own = settings.read_environment() | dict(get_own_settings(config) or {})
+    return own if replica is None else settings.make_engine_settings(own, replica)
 
 
 def check(config: RolloutConfig, gpus_per_node: int | None = None, model: Any = None) -> None:
@@ -415,7 +415,7 @@ def _check_rules(config: Any, rules: Iterable[Rule], where: str = "", prefix: st
 
 
 def _show(value: Any) -> str:
-    """As the configuration has it; a path in quotes."""
+    """A value as the configuration has it; a path in quotes."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return repr(value) if isinstance(value, str) and not re.fullmatch(r"[\w-]+", value) else str(value)

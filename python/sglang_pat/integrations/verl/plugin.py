@@ -63,7 +63,7 @@ def _load(load_stock: Callable[[], Callable[..., SGLangReplica]]) -> Callable[..
 
 
 def make_checked_adapter(config: Any, *args: Any, **kwargs: Any) -> ServerAdapter:
-    """In each training process: verl's client of a server of SGLang's, as it is.  The engine takes whole tensors, and
+    """verl's client of a server of SGLang's, as it is, in each training process.  The engine takes whole tensors, and
     IPC handles by GPU.
 
     Settings of ours in the configuration are checked here, too: with ``disaggregation`` verl makes replicas of another

@@ -27,10 +27,10 @@ from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.policies.lending import Move, Training
 
 SWITCH_SECONDS = 0.05
-"""Until an engine that switches is asked again."""
+"""Seconds until an engine that switches is asked again."""
 
 _meta: ContextVar[dict[str, Any]] = ContextVar("meta")
-"""Of the answer to a request of :meth:`AdaptiveServer.generate`."""
+"""Meta information of the answer to a request of :meth:`AdaptiveServer.generate`."""
 
 
 class AdaptiveServer(SGLangHttpServer):
@@ -126,7 +126,7 @@ class AdaptiveServer(SGLangHttpServer):
                 await asyncio.sleep(SWITCH_SECONDS)
 
     async def decide_lending(self, training: Training) -> Move:
-        """As ``Engine.decide_lending``."""
+        """The engine's answer of ``Engine.decide_lending``."""
         said = await self.tokenizer_manager.pat_decide_lending(training)
         if (move := Move(said["move"])) != Move.WAIT:
             about = move, f"{training.completion:.0%}", said["why"], said["gain"]

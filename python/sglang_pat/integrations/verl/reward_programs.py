@@ -19,14 +19,14 @@ from sglang_pat.rewards.pool import Failure, Reward, RewardPool
 from sglang_pat.rewards.runs import Sandbox
 
 SOURCES = frozenset(("apps", "codecontests", "codeforces", "taco"))
-"""Of data, for which verl's function runs programs."""
+"""Sources of data for which verl's function runs programs."""
 SPARE_SECONDS = 30.0
-"""Of a response beyond the limits of its test cases: to start the sandbox, on a busy machine."""
+"""Seconds of a response beyond the limits of its test cases: to start the sandbox, on a busy machine."""
 LOWEST_PRIORITY = 19
 
 
 class ProgramScorer:
-    """In each of verl's reward workers.
+    """The scorer of programs in each of verl's reward workers.
 
     Args:
         rules: of the time limits.

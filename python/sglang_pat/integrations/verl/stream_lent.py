@@ -79,7 +79,7 @@ class LentWorker(SummingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def empty_cache(self) -> None:
-        """Of the allocator: what its GPU has free is the engine's."""
+        """Empty the allocator's cache: what its GPU has free is the engine's."""
         aggressive_empty_cache(force_sync=True)
 
 

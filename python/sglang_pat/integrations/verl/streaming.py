@@ -124,11 +124,11 @@ class StreamStep:
     # -- the round ---------------------------------------------------------------------------------------
 
     def wait_for_groups(self) -> int:
-        """Until a chunk is complete and there are ranks to train it; how many groups it has."""
+        """Wait until a chunk is complete and there are ranks to train it; how many groups it has."""
         return min(self.follow_round(count_least(self.left)), self.left)
 
     def follow_round(self, least: int = 0) -> int:
-        """Until at least so many groups are complete, and there are ranks that can train; how many groups are."""
+        """Wait until at least so many groups are complete and there are ranks that can train; how many groups are."""
         last = time.time()
         while (groups := len(self.look())) < least or not self.gpus.ranks:
             last = self.buffer._wait_for_next_poll("train", last)
@@ -315,7 +315,7 @@ class AdaptiveStream(AdaptiveTrainer, PPOTrainerSeparateAsync):
         super().__init__(config)
         self.gpus = TrainerGpus(self)
         self._hands_over = self.hybrid_rollout_config.enable_switch
-        # verl's own rule when replicas change sides is about prefetched prompts.
+        # verl's own rule when to hand replicas over is about prefetched prompts.
         self.hybrid_rollout_config = replace(self.hybrid_rollout_config, enable_switch=False)
 
     def on_step_begin(self) -> None:
@@ -327,7 +327,7 @@ class AdaptiveStream(AdaptiveTrainer, PPOTrainerSeparateAsync):
         return self.stream.run(metrics, timing_raw)
 
     def _wait_for_sampleable_and_switch(self) -> dict[str, Any]:
-        """verl's hook, when the prompts are started: until the trainer's GPUs are its own."""
+        """verl's hook, when the prompts are started: wait until replicas are handed over to the trainer, and do it."""
         if not self.gpus.ranks:
             with marked_timer("switch_wait", self.timing_raw, color="yellow"):
                 self.stream.follow_round()

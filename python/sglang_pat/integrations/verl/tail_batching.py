@@ -127,7 +127,7 @@ class TailBatchingBuffer(ReplayBuffer):
         self._submit, self._stop, self._announce = submit, stop, announce
         self._take_ends, self._drop = take_ends, drop
         self._ends: defaultdict[str, dict[int, int]] = defaultdict(dict)
-        """Of this round, what was told of responses."""
+        """Tokens of the responses of this round that are known to have ended, by uid and session."""
         self._fetch: Callable[[], TensorDict] | None = None
         """More prompts of the data."""
         self._most_judged = most_batches * rules.num_prompts
@@ -141,7 +141,7 @@ class TailBatchingBuffer(ReplayBuffer):
         """Prompts that were not trained on yet, by their index."""
         self._fed = 0
         self._under_way: dict[str, dict[int, records.SampleId]] = {}
-        """By uid and session, what verl's workers have."""
+        """Responses that verl's workers have, by uid and session."""
         self._started: dict[str, float] = {}
         """When, by uid, by the machine's monotonic clock."""
         self._unsettled: set[str] = set()
@@ -149,7 +149,7 @@ class TailBatchingBuffer(ReplayBuffer):
         self._begun = self._over_at = 0.0
         """The round, by the same clock."""
         self._uids: dict[tuple[int, int], str] = {}
-        """Of this round, by index and number of the draw (``rollout/redraws.py``)."""
+        """Uids of this round, by index and number of the draw (``rollout/redraws.py``)."""
         self._taken: list[str] = []
         self._given: set[str] = set()
         """Uids of this step that a trainer that streams has."""
@@ -191,7 +191,7 @@ class TailBatchingBuffer(ReplayBuffer):
         self._do(actions)
 
     def _feed(self, prompts: int) -> list[records.Action]:
-        """So many or a few more.  All at once: each call of the admitter goes through all keys that there ever were."""
+        """Feed so many or a few more, at once: each call of the admitter goes through all keys that there ever were."""
         assert self._fetch is not None, "a step has begun"
         first = self._fed
         while self._fed < first + prompts:
@@ -359,7 +359,7 @@ class TailBatchingBuffer(ReplayBuffer):
 
 
 class ChunkedTailBatchingBuffer(TailBatchingBuffer):
-    """The same for a trainer that streams: it gets groups as soon as the admitter has taken them and their rewards are
+    """A buffer for a trainer that streams: it gets groups as soon as the admitter has taken them and their rewards are
     there.  Of verl's asynchronous buffer it has what such a trainer asks for.
 
     Between two calls of :meth:`begin`: :meth:`wait_for_sampleable` and :meth:`sample` until the batch is there, then
@@ -376,7 +376,7 @@ class ChunkedTailBatchingBuffer(TailBatchingBuffer):
         return sum(map(len, self._under_way.values()))
 
     def count_spare(self) -> int:
-        """Those of them that the batch can do without, if each of the others is one that it takes."""
+        """Running responses that the batch can do without, if each of the others is one that it takes."""
         rules, running = self._admitter.rules, self.count_running()
         ended = len(self._under_way) * rules.num_responses - running  # while their group goes on
         needed = (rules.num_prompts - len(self._taken)) * rules.num_responses - ended
@@ -387,7 +387,7 @@ class ChunkedTailBatchingBuffer(TailBatchingBuffer):
         return len(self._list_sampleable())
 
     def wait_for_sampleable(self, global_steps: int, partition_id: str, target_count: int) -> tuple[set[str], dict]:
-        """Until so many groups are there.
+        """Wait until so many groups are there.
 
         Returns:
             uids of those that are; verl's figures of useless groups since the last call.
@@ -398,7 +398,7 @@ class ChunkedTailBatchingBuffer(TailBatchingBuffer):
         return set(self._list_sampleable()), self._take_evicted()
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
-        """So many groups of those that are there.
+        """Take so many groups of those that are there.
 
         Raises:
             NoResponseError: all responses of these groups have failed.
@@ -426,7 +426,7 @@ class NoResponseError(RuntimeError):
 
 
 def _get_uids(keys: Iterable[str]) -> set[str]:
-    """Of responses, by their keys, ``uid_session_index``."""
+    """Uids of responses, by their keys, ``uid_session_index``."""
     return {key.split("_")[0] for key in keys}
 
 
@@ -448,7 +448,7 @@ def _get_uid(row: TensorDict) -> str:
 
 
 def _copy_with_new_uid(row: TensorDict) -> TensorDict:
-    """The same prompt with a uid of its own."""
+    """A copy of a prompt, with a uid of its own."""
     other = row.clone(recurse=False)
     tensordict_utils.assign_non_tensor_stack(other, "uid", [str(uuid.uuid4())])
     return other

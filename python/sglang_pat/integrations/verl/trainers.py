@@ -294,7 +294,7 @@ def _make_degree_metrics(data: Any, differences: bool = True) -> dict[str, float
 
 @register_trainer(f"{PREFIX}sync")
 class AdaptiveSync(AdaptiveTrainer, PPOTrainerSync):
-    """Also with tail batching: ``+trainer.v1.sglang_pat_sync.tail_batching=strict`` or ``reorder``."""
+    """verl's ``sync``, also with tail batching: ``+trainer.v1.sglang_pat_sync.tail_batching=strict`` or ``reorder``."""
 
     mode, tail_batching_at, announces_steps = "sync", f"trainer.v1.{PREFIX}sync", True
 
