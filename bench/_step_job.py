@@ -10,7 +10,7 @@ from typing import Any
 
 import transfer_queue as tq
 from _programs import MAXIMUM, make_response
-from _stream_job import DrawnLengths, FetchWhole
+from _stream_job import DrawnLengths, WholeStep
 from transfer_queue import KVBatchMeta
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
@@ -19,11 +19,11 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from reward_sandbox.programs import score_response
 from reward_sandbox.runs import Sandbox
 from reward_sandbox.sandbox import make_sandbox
-from sglang_pat.integrations.verl.lending import AdaptiveStreamLent
 from sglang_pat.integrations.verl.rewards import PooledRewardManager
-from sglang_pat.integrations.verl.streaming import AdaptiveStream, Stream
-from sglang_pat.integrations.verl.tail_batching import POLL_SECONDS, TailBatchingBuffer
-from sglang_pat.integrations.verl.trainers import AdaptiveSync
+from sglang_pat.integrations.verl.stream_lent import AdaptiveStreamLent, LentRanks
+from sglang_pat.integrations.verl.streaming import AdaptiveStream, StreamStep
+from sglang_pat.integrations.verl.tail_batching import TailBatchingBuffer
+from sglang_pat.integrations.verl.trainers import POLL_SECONDS, AdaptiveSync
 from sglang_pat.messages import LIMIT_PARAM
 from sglang_pat.policies.lending import FIRST_MILESTONE, Move
 
@@ -118,28 +118,35 @@ def _score_programs(compute: Callable[..., Any]) -> Callable[..., Any]:
 # -- lent ranks -----------------------------------------------------------------------------------------------
 
 
+class RanksNever(LentRanks):
+    """None are lent."""
+
+    def ask_policy(self, step: StreamStep, complete: int, groups: set[str]) -> dict[int, Move]:
+        return {}
+
+
+class RanksAtMilestone(LentRanks):
+    """They are lent at the first milestone, whatever it gains."""
+
+    def ask_policy(self, step: StreamStep, complete: int, groups: set[str]) -> dict[int, Move]:
+        waiting = set(range(len(self._trainer.engines.list_actors()))) - self._lent.keys()
+        return dict.fromkeys(waiting, Move.LEND) if complete >= FIRST_MILESTONE * step.batch else {}
+
+
 @register_trainer("lent_never")
 class LentNever(AdaptiveStreamLent):
-    """Trains when the batch is there."""
-
-    def _ask_policy(self, complete: int, there: set[str]) -> dict[int, Move]:
-        return {}
+    gpus_class = RanksNever
 
 
 @register_trainer("lent_at_milestone")
 class LentAtMilestone(AdaptiveStreamLent):
-    """Lends at the first milestone, whatever it gains."""
-
-    def _ask_policy(self, complete: int, there: set[str]) -> dict[int, Move]:
-        waiting = set(range(len(self._list_engines()))) - self._lent.keys()
-        due = complete >= FIRST_MILESTONE * self.config.data.train_batch_size
-        return dict.fromkeys(waiting, Move.LEND) if due else {}
+    gpus_class = RanksAtMilestone
 
 
-for _owner in (ReplayBuffer, TailBatchingBuffer):  # those that stream wait in _wait_for_groups
+for _owner in (ReplayBuffer, TailBatchingBuffer):  # those that stream wait in wait_for_groups
     _owner.sample = _note_waits(_owner.sample)
-for _owner in (AdaptiveStream, FetchWhole, AdaptiveStreamLent):
-    _owner._wait_for_groups = _note_waits(_owner._wait_for_groups)
-for _owner in (AdaptiveSync, Stream):
+for _owner in (StreamStep, WholeStep):
+    _owner.wait_for_groups = _note_waits(_owner.wait_for_groups)
+for _owner in (AdaptiveSync, AdaptiveStream, AdaptiveStreamLent):
     _owner.step = _measure(_owner.step)
 PooledRewardManager._compute = _score_programs(PooledRewardManager._compute)

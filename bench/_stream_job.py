@@ -11,7 +11,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 
-from sglang_pat.integrations.verl.streaming import AdaptiveStream
+from sglang_pat.integrations.verl.streaming import AdaptiveStream, StreamStep
 
 SIGMA_OF_PROMPTS, SIGMA_OF_RESPONSES = 0.9, 0.4
 """Standard deviations of the logarithms of lengths: between prompts, and between the responses to one."""
@@ -33,21 +33,28 @@ class DrawnLengths(SingleTurnAgentLoop):
         return await super().run(params, **kwargs)
 
 
-@register_trainer("fetch_whole")
-class FetchWhole(AdaptiveStream):
+class WholeStep(StreamStep):
     """Trains when the batch is there."""
 
-    def _wait_for_groups(self, wanted: int) -> tuple[int, dict[str, Any]]:
-        _, found = self.replay_buffer.wait_for_sampleable(self.global_steps, "train", wanted)
-        return wanted, found
+    def wait_for_groups(self) -> int:
+        self.follow_round(self.left)
+        return self.left
+
+
+class OnceStep(StreamStep):
+    """Trains on a share of the batch when that is there, and on the rest when all of it is."""
+
+    def wait_for_groups(self) -> int:
+        groups = round(float(os.environ["FETCH_SHARE"]) * self.batch) if self.left == self.batch else self.left
+        self.follow_round(groups)
+        return groups
+
+
+@register_trainer("fetch_whole")
+class FetchWhole(AdaptiveStream):
+    step_class = WholeStep
 
 
 @register_trainer("fetch_once")
 class FetchOnce(AdaptiveStream):
-    """Trains on a share of the batch when that is there, and on the rest when all of it is."""
-
-    def _wait_for_groups(self, wanted: int) -> tuple[int, dict[str, Any]]:
-        batch = self.config.data.train_batch_size
-        groups = round(float(os.environ["FETCH_SHARE"]) * batch) if wanted == batch else wanted
-        _, found = self.replay_buffer.wait_for_sampleable(self.global_steps, "train", groups)
-        return groups, found
+    step_class = OnceStep

@@ -106,6 +106,23 @@ COUNTED_ON = {
         "self.remove_replicas_from_balancer()",
         "abort_replicas(reject_request=True)",
     ),
+    "what a step does with a batch, in our StreamStep.train_chunk, too": (
+        PPOTrainer._step_once,
+        "self.on_sample_begin()",
+        "self.replay_buffer.sample(",
+        'batch.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature',
+        "self.on_sample_end()",
+        "batch = self._compute_reward_colocate(",
+        "batch = self._balance_batch(",
+        "batch = self._compute_old_log_prob(",
+        "batch = self._compute_ref_log_prob(",
+        "batch = self._compute_values(",
+        "batch = self._compute_advantage(",
+        "batch = self._update_critic(",
+        "batch = self._update_actor(",
+        "return batch",
+    ),
+    "a step's prompts are started first": (PPOTrainer.step, "self.prepare_step()", "self._step_once("),
     "the buffer is there before": (PPOTrainer, "self.replay_buffer = self._build_replay", "self._load_checkpoint()"),
 }
 """Lines of verl's code that no symbol says, in their order."""
@@ -167,7 +184,7 @@ def test_a_wrong_setting_ends_the_job_before_anything_is_loaded(mode):
             "actor_rollout_ref.model.path={moe}",
             "model.path {moe}: an adaptive engine does not support OlmoeForCausal",
         ),
-        ("+{rollout}.quantization=fp8", "rollout.quantization is fp8, must be None"),
+        ("+{rollout}.quantization=fp8", "rollout.quantization is fp8, must be null"),
         ("+{rollout}.engine_kwargs.sglang_pat.device=cpu", "SGLang's own are given with"),
     ],
 )

@@ -13,16 +13,20 @@ from verl.trainer.ppo import core_algos, rollout_corr_helper
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import ActorConfig
 
-from sglang_pat.integrations.verl import stream_options
+from sglang_pat.integrations.verl import options
 
 pytestmark = pytest.mark.integration
 
-WHERE = "trainer.v1.trainer_mode=sglang_pat_stream"
+MODE = "sglang_pat_stream"
+WHERE = f"trainer.v1.trainer_mode={MODE}"
+ROLLOUT, V1 = "actor_rollout_ref.rollout", "trainer.v1"
 ACTOR = "actor_rollout_ref.actor"
 GOOD = (
     "data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.strategy=fsdp2",
     f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", "algorithm.adv_estimator=grpo",
+    f"{ROLLOUT}.name=sglang_pat", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.checkpoint_engine.backend=nccl",
 )  # fmt: skip
+HYBRID = f"{V1}.separate_async.hybrid_rollout"
 GROUPS, RESPONSES, TOKENS = 4, 3, 7
 
 
@@ -38,29 +42,33 @@ def make_config(*overrides: str) -> DictConfig:
     return OmegaConf.merge(read_defaults(), OmegaConf.from_dotlist(list(overrides)))
 
 
+def check(*overrides: str) -> None:
+    options.check_stream(make_config(*overrides), MODE, "separate_async")
+
+
 def is_allowed(*overrides: str) -> bool:
     try:
-        stream_options.check(make_config(*overrides), WHERE)
+        check(*overrides)
     except ValueError:
         return False
     return True
 
 
 def test_verls_defaults_are_allowed():
-    stream_options.check(make_config(), WHERE)
-    stream_options.check(make_config(f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.entropy_coeff=0.1"), WHERE)
+    check()
+    check(f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.entropy_coeff=0.1")
 
 
 REFUSED = {
     f"{ACTOR}.strategy=fsdp": "is fsdp, must be fsdp2",
     f"{ACTOR}.ppo_epochs=2": "is 2, must be 1",
     f"{ACTOR}.ppo_mini_batch_size=4": "is 4, must be data.train_batch_size, 8,",
-    f"{ACTOR}.policy_loss.loss_mode=kl_cov": f"is kl_cov, must be {' or '.join(stream_options.LOSSES)}",
-    f"{ACTOR}.policy_loss.loss_mode=mine": f"is mine, must be {' or '.join(stream_options.LOSSES)}",
+    f"{ACTOR}.policy_loss.loss_mode=kl_cov": f"is kl_cov, must be {' or '.join(options.LOSSES)}",
+    f"{ACTOR}.policy_loss.loss_mode=mine": f"is mine, must be {' or '.join(options.LOSSES)}",
     f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2": "is 2, must be 1",
     f"{ACTOR}.ulysses_sequence_parallel_size=2": "is 2, must be 1",
-    "algorithm.adv_estimator=gae": f"is gae, must be {' or '.join(stream_options.ESTIMATORS)}",
-    "algorithm.adv_estimator=mine": f"is mine, must be {' or '.join(stream_options.ESTIMATORS)}",
+    "algorithm.adv_estimator=gae": f"is gae, must be {' or '.join(options.ESTIMATORS)}",
+    "algorithm.adv_estimator=mine": f"is mine, must be {' or '.join(options.ESTIMATORS)}",
     "algorithm.use_kl_in_reward=true": "is true, must be false",
     "algorithm.rollout_correction.bypass_mode=true": "is true, must be false",
     "algorithm.rollout_correction.rollout_is_batch_normalize=true": "is true, must be false",
@@ -69,21 +77,38 @@ REFUSED = {
     "trainer.critic_warmup=1": "is 1, must be 0",
     f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm": "is null, must be a number, e.g. data.max_response_length,",
     f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp16": "is fp16, must be bf16 or fp32",
+    f"{ACTOR}.policy_loss.loss_mode=sapo": "is token-mean, must be seq-mean-token-mean for loss_mode=sapo",
+    f"{ROLLOUT}.name=sglang": "is sglang, must be sglang_pat",
+    f"{ROLLOUT}.nnodes=0": "is 0, must be at least 1",
+    f"{ROLLOUT}.checkpoint_engine.backend=naive": "is naive, must be another one, e.g. nccl,",
+    f"{V1}.sampler.custom_sampler.path=mine.py": "is 'mine.py', must be left out",
+    # Given, and not used.
+    f"{V1}.separate_async.num_warmup_batches=2": "is 2, must be 0 (or left out)",
+    f"{V1}.separate_async.parameter_sync_step=2": "is 2, must be 1 (or left out)",
+    f"{V1}.sampler.max_off_policy_threshold=2": "is 2, must be null (or left out)",
+    f"{V1}.sampler.max_off_policy_strategy=wait": "is wait, must be left out",
+    f"{HYBRID}.switch_threshold_ratio=0.5": "is 0.5, must be left out",
+    f"{HYBRID}.adaptive_switch_threshold=false": "is false, must be left out",
+    f"{HYBRID}.switch_threshold_step_up=0.5": "is 0.5, must be left out",
+    f"{HYBRID}.switch_threshold_step_down=0.5": "is 0.5, must be left out",
+    f"{HYBRID}.switch_threshold_release_steps=9": "is 9, must be left out",
+    f"{HYBRID}.switch_cost_window_size=9": "is 9, must be left out",
 }
 
 
 @pytest.mark.parametrize("override", REFUSED)
 def test_refused_in_one_line(override):
     with pytest.raises(ValueError) as refused:
-        stream_options.check(make_config(override), WHERE)
+        check(override)
     name = override.partition("=")[0].replace("loss_agg_mode", "loss_scale_factor")
+    name = f"{ACTOR}.loss_agg_mode" if override.endswith("=sapo") else name
     line = str(refused.value)
     assert line.startswith(f"{name} {REFUSED[override]} with {WHERE}: ") and "\n" not in line, line
 
 
 def test_each_setting_is_refused_somewhere():
     tried = {override.partition("=")[0] for override in REFUSED}
-    assert set(stream_options._FIXED) <= tried
+    assert {rule.option for rule in options.list_stream_rules(make_config(), "separate_async")} <= tried
 
 
 def draw(seed: int) -> torch.Generator:

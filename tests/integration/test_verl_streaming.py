@@ -16,13 +16,12 @@ from safetensors.torch import load_file
 from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils
 
-from sglang_pat.integrations.verl import lending, streaming
+from sglang_pat.integrations.verl import stream_lent, streaming
 from sglang_pat.integrations.verl.fields import STEPS, STOPPED, STOPS, was_stopped
 from sglang_pat.integrations.verl.gradient_sums import Sums
-from sglang_pat.integrations.verl.streaming import AdaptiveStream, check_samples
+from sglang_pat.integrations.verl.streaming import AdaptiveStream, StreamStep, check_samples
 from sglang_pat.integrations.verl.tail_batching import NoResponseError
 from sglang_pat.policies.lending import STRIDE, Move, Training
-from sglang_pat.policies.lengths import LengthHistory
 
 from . import jobs, verl_rewards, verl_stream_jobs
 from .jobs import SWITCHING
@@ -30,6 +29,7 @@ from .verl_stream_jobs import BATCH, FIRST
 
 pytestmark = pytest.mark.integration
 
+STREAM_MODE, LENT_MODE = (f"trainer.v1.trainer_mode={module.MODE}" for module in (streaming, stream_lent))
 ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
 HYBRID = "trainer.v1.separate_async.hybrid_rollout.enable_switch=true"
 SEPARATE = "actor_rollout_ref.hybrid_engine=false"
@@ -147,7 +147,7 @@ def test_all_of_it_goes_on_from_a_checkpoint(verl_job, own_modules, flat, tmp_pa
         f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra,hf_model]", f"{ROLLOUT}.calculate_log_probs=false",
         f"trainer.experiment_name={tmp_path.name}",
     )  # fmt: skip
-    agents, where = tmp_path / "agents.yaml", f"+trainer.v1.{lending.MODE}"
+    agents, where = tmp_path / "agents.yaml", f"+trainer.v1.{stream_lent.MODE}"
     agents.write_text(f"- name: gated\n  _target_: {verl_stream_jobs.__name__}.RareTailAgent\n")
     common = (
         *SWITCHING, "--steps", "12", *COMMON, *reference, "trainer.v1.trainer_mode=interrupted_lent",
@@ -262,22 +262,22 @@ def test_a_step_has_its_own_prompts_only():
     trainer = make_trainer()
     assert trainer.trainer_mode == "separate_async" and trainer.parameter_sync_step == 1
     assert trainer.config.trainer.v1.separate_async.num_warmup_batches == 0
-    assert trainer.replay_buffer.max_off_policy_threshold is None and not trainer._shares_gpus
-    assert make_trainer(HYBRID)._shares_gpus
+    assert trainer.replay_buffer.max_off_policy_threshold is None and not trainer._hands_over
+    assert make_trainer(HYBRID)._hands_over
 
 
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.name is sglang, must be sglang_pat with {streaming.WHERE}: "),
-        (f"{ROLLOUT}.nnodes=0", f"{ROLLOUT}.nnodes is 0, must be at least 1 with {streaming.WHERE}: engines need"),
+        (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.name is sglang, must be sglang_pat with {STREAM_MODE}: "),
+        (f"{ROLLOUT}.nnodes=0", f"{ROLLOUT}.nnodes is 0, must be at least 1 with {STREAM_MODE}: engines need"),
         (
             f"{ENGINE}.backend=naive",
-            f"{ENGINE}.backend is naive, must be another one, e.g. nccl, with {streaming.WHERE}: ",
+            f"{ENGINE}.backend is naive, must be another one, e.g. nccl, with {STREAM_MODE}: ",
         ),
         (
             "trainer.v1.sampler.custom_sampler={path: mine.py, name: Mine}",
-            f"trainer.v1.sampler.custom_sampler.path is 'mine.py', must be left out with {streaming.WHERE}: ",
+            f"trainer.v1.sampler.custom_sampler.path is 'mine.py', must be left out with {STREAM_MODE}: ",
         ),
         (
             "+trainer.v1.sglang_pat_stream={chunk: 2}",
@@ -325,7 +325,7 @@ def test_a_response_that_was_stopped_is_never_trained_on(monkeypatch):
             check_samples(KVBatchMeta(partition_id="train", keys=["uid_0_0"], tags=[{}]), 4)
 
 
-class World(AdaptiveStream):
+class World(StreamStep):
     """A step whose groups are complete as ``there`` says: how many are, each time that the trainer looks.
 
     Args:
@@ -333,32 +333,30 @@ class World(AdaptiveStream):
     """
 
     def __init__(self, batch: int, there: list[int], fails: tuple[int, ...] = ()) -> None:
-        self.fails = fails
-        rollout = SimpleNamespace(rollout=SimpleNamespace(response_length=9))
-        self.config: Any = SimpleNamespace(data=SimpleNamespace(train_batch_size=batch), actor_rollout_ref=rollout)
-        self.global_steps, self.lengths = 5, list[int]()
-        self._history: Any = SimpleNamespace(observe=lambda length, *_: self.lengths.append(length))
-        self.calls: list[str] = []
-        update = tensordict_utils.get_tensordict({}, {"metrics": {"mfu": 1.0}})
-        self.actor_rollout_wg: Any = SimpleNamespace(
-            world_size=1,
-            begin_step=lambda: self.calls.append("begin"),
-            finish_step=lambda sequences: self.calls.append(f"finish {sequences}") or [update],
-        )
-        looks = iter(there)
-        self.replay_buffer: Any = SimpleNamespace(
-            wait_for_sampleable=lambda *_: (set(range(next(looks))), {}),
-            get_sampleable_count=lambda *_: next(looks),
-        )
+        self.fails, self.calls, self.noted = fails, list[str](), list[int]()
+        update, looks = tensordict_utils.get_tensordict({}, {"metrics": {"mfu": 1.0}}), iter(there)
+        gpus: Any = SimpleNamespace(
+            ranks=range(1), left_at=None, begin_step=lambda: None, follow=lambda *_: None,
+            note_chunk=lambda chunk, *_: self.noted.append(len(streaming.list_samples(chunk))),
+        )  # fmt: skip
+        trainer: Any = SimpleNamespace(
+            config=SimpleNamespace(data=SimpleNamespace(train_batch_size=batch)), global_steps=5,
+            prepare_step=lambda: self.calls.append("prompts") or {},
+            actor_rollout_wg=SimpleNamespace(
+                begin_step=lambda: self.calls.append("begin"),
+                finish_step=lambda sequences: self.calls.append(f"finish {sequences}") or [update],
+            ),
+            replay_buffer=SimpleNamespace(
+                wait_for_sampleable=lambda *_: (set(range(next(looks))), {}),
+                get_sampleable_count=lambda *_: next(looks),
+            ),
+        )  # fmt: skip
+        super().__init__(trainer, gpus)
 
-    def prepare_step(self) -> dict[str, Any]:
-        self.calls.append("prompts")
-        return {}
-
-    def _step_once(self, metrics: dict[str, Any], timing_raw: dict[str, float], groups: int) -> KVBatchMeta:
+    def train_chunk(self, groups: int, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
         self.calls.append(f"chunk {groups}")
         if len(self.calls) - 2 in self.fails:
-            raise NoResponseError("none")
+            raise NoResponseError(0)
         metrics["rollout/tokens/tp1"] = 10 * groups
         tags = [{"response_len": 3} for _ in range(2 * groups)] + [{"is_padding": True, "response_len": 1}]
         return KVBatchMeta(partition_id="train", keys=[f"{len(self.calls)}_{i}" for i in range(len(tags))], tags=tags)
@@ -367,46 +365,47 @@ class World(AdaptiveStream):
 def test_a_step_is_one_update_of_chunks_of_whatever_is_complete():
     # Looks: before a chunk, and after it, when the rest may be there.
     world, metrics = World(8, [3, 1, 1, 0, 9, 5]), dict[str, Any]()
-    batch = world.step(metrics, {})
+    batch = world.run(metrics, {})
     assert world.calls == ["prompts", "begin", "chunk 3", "chunk 1", "chunk 4", "finish 16"], "no more than the batch"
     assert len(batch.keys) == 16 + 3 and metrics["rollout/tokens/tp1"] == 80
-    assert metrics["training/stream/chunks"] == 3 and world.lengths == [3] * 16
+    assert metrics["training/stream/chunks"] == 3 and world.noted == [6, 2, 8]
     assert metrics["training/stream/hidden_seconds"] > 0 and metrics["training/stream/exposed_seconds"] > 0
 
 
 def test_a_step_lacks_the_groups_of_which_no_response_is_there():
     metrics: dict[str, Any] = {}
     world = World(8, [3, 1, 5, 9], fails=(2,))
-    world.step(metrics, {})
+    world.run(metrics, {})
     assert world.calls == ["prompts", "begin", "chunk 3", "chunk 5", "finish 6"]
     with pytest.raises(NoResponseError, match="^no response to train on: all 8 prompts of the step have failed"):
-        World(8, [8], fails=(1,)).step(metrics, {})
+        World(8, [8], fails=(1,)).run(metrics, {})
 
 
 def test_training_that_the_batch_waits_for_is_not_hidden():
     metrics: dict[str, Any] = {}
-    World(8, [5, 3, 3, 0]).step(metrics, {})  # the rest is there when the first chunk is trained
+    World(8, [5, 3, 3, 0]).run(metrics, {})  # the rest is there when the first chunk is trained
     assert metrics["training/stream/chunks"] == 2 and metrics["training/stream/hidden_seconds"] == 0
 
 
 def test_what_fills_a_batch_up_is_not_trained_on():
-    trainer = object.__new__(AdaptiveStream)
-    trainer.actor_rollout_wg = SimpleNamespace(world_size=2)
+    step: Any = object.__new__(StreamStep)
+    step.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(world_size=2))
+    step.gpus = SimpleNamespace(ranks=range(2))
     padding = [False, False, True, True, False, True]
     batch = KVBatchMeta(
         partition_id="train", keys=list("abcdef"), tags=[{"is_padding": one} for one in padding], extra_info={"x": 1}
     )
-    shares = trainer._divide(batch)
+    shares = step.divide(batch)
     assert [share and share.keys for share in shares] == [["a", "b"], ["e"]]
     assert all(share is not None and share.extra_info == {"x": 1} for share in shares)
     nothing = KVBatchMeta(partition_id="train", keys=["a", "b"], tags=[{}, {"is_padding": True}])
-    assert trainer._divide(nothing)[1] is None
+    assert step.divide(nothing)[1] is None
 
 
 @pytest.mark.parametrize(("ranks", "size", "engine"), [(2, 1, 2), (8, 4, 8), (8, 2, 8), (16, 4, 8), (8, 1, 4)])
 def test_lent_ranks_are_whole_replicas_of_the_trainer(ranks, size, engine):
     lent = {rank for rank in range(ranks) if rank % engine % STRIDE}  # as docs/lending.md says
-    replicas = lending.list_replicas(ranks, size, engine)
+    replicas = stream_lent.list_replicas(ranks, size, engine)
     assert sorted(sum(replicas, [])) == list(range(ranks)) and {len(replica) for replica in replicas} == {size}
     assert all(lent.issuperset(replica) or lent.isdisjoint(replica) for replica in replicas)
     assert all(len({rank // engine for rank in replica}) == 1 for replica in replicas), "of one node"
@@ -430,38 +429,43 @@ class LendingEngine:
         return self.says.get(training.complete, Move.WAIT)
 
 
-def make_lending_trainer(monkeypatch, calls, engines, looks, policy) -> lending.AdaptiveStreamLent:
-    """Of eight groups of two responses; complete groups are as ``looks`` says, one after the other."""
+def make_lending_trainer(monkeypatch, calls, engines, looks, policy) -> stream_lent.AdaptiveStreamLent:
+    """A trainer whose steps have eight groups of two responses; complete groups are as ``looks`` says, one after the
+    other."""
 
     def wait(_: int, partition: str, least: int) -> tuple[set[str], dict[str, Any]]:
         assert (partition, least) == ("train", 0)
-        return {str(group) for group in range(trainer.trained, next(looks))}, {}
+        return {str(group) for group in range(trainer.stream.batch - trainer.stream.left, next(looks))}, {}
 
-    monkeypatch.setattr(lending.ray, "get", lambda found: found)
-    monkeypatch.setattr(streaming.PPOTrainer, "prepare_step", lambda self: calls.append("prompts") or {})
+    monkeypatch.setattr(stream_lent.ray, "get", lambda found: found)
     overrides = [
-        *GOOD, f"trainer.v1.trainer_mode={lending.MODE}", *LENT, f"{ROLLOUT}.n=2", "data.max_response_length=50",
+        *GOOD, f"trainer.v1.trainer_mode={stream_lent.MODE}", *LENT, f"{ROLLOUT}.n=2", "data.max_response_length=50",
         f"+{OURS}.policy={policy}",
     ]  # fmt: skip
     if policy == "survival":
         overrides.append(f"+{OURS}.profile={PROFILE}")
     with initialize_config_module("verl.trainer.config", version_base=None):
-        trainer: Any = lending.AdaptiveStreamLent(compose("ppo_trainer", overrides))
-    trainer.timing_raw, trainer.global_steps, trainer.curr_step_profile, trainer.trained = {}, 1, False, 0
-    trainer._list_engines = lambda: engines
+        trainer: Any = stream_lent.AdaptiveStreamLent(compose("ppo_trainer", overrides))
+    trainer.timing_raw, trainer.global_steps, trainer.curr_step_profile = {}, 1, False
+    trainer.engines.list_actors = lambda: engines
     tags = {
         f"{group}_{i}_0": {"prompt_len": 10, "response_len": 5, "global_steps": 1} for group in range(8) for i in (0, 1)
     }
     trainer.replay_buffer = SimpleNamespace(
         wait_for_sampleable=wait, partitions={"train": tags}, running_keys={"train": {"7"}},
-        _wait_for_next_poll=lambda partition, last: last,
+        _wait_for_next_poll=lambda partition, last: last, poll_interval=0.5,
     )  # fmt: skip
     trainer.actor_rollout_wg = SimpleNamespace(world_size=4, empty_cache=lambda: calls.append("memory"))
-    trainer._bell = SimpleNamespace(set=SimpleNamespace(remote=lambda rung: calls.append(f"bell {rung}")))
+    trainer.gpus.bell = SimpleNamespace(set=SimpleNamespace(remote=lambda rung: calls.append(f"bell {rung}")))
     trainer.checkpoint_manager = SimpleNamespace(
         abort_replicas=lambda: calls.append("abort"), sleep_replicas=lambda: calls.append("sleep")
     )
     return trainer
+
+
+def begin_step(trainer: Any) -> StreamStep:
+    trainer.stream = StreamStep(trainer, trainer.gpus)
+    return trainer.stream
 
 
 @pytest.mark.parametrize(("lent", "chunks"), [([1], [2, 3, 3]), ([], [8])])
@@ -470,15 +474,14 @@ def test_lent_ranks_train_until_the_batch_is_complete(monkeypatch, lent, chunks)
     calls: list[Any] = []
     engines = [LendingEngine(calls, lent, {2: Move.LEND}) for _ in range(2)]
     trainer: Any = make_lending_trainer(monkeypatch, calls, engines, iter([1, 2, 5, 5, 8]), "threshold")
-    trainer.prepare_step()
+    step = begin_step(trainer)
     for groups in chunks:
-        found, metrics = trainer._wait_for_groups(GROUPS - trainer.trained)
-        assert found == groups
-        trainer.trained += groups
-        if trainer.trained < GROUPS:
-            assert trainer._list_training_ranks() == [1, 3] and not metrics
-    assert list(trainer._list_training_ranks()) == [0, 1, 2, 3] and metrics == {streaming.SWITCHED_AT: 0.25}
-    assert calls == ["prompts", 2, 2, "memory", 1, 1, "abort", "sleep"]
+        assert step.wait_for_groups() == groups
+        step.left -= groups
+        if step.left:
+            assert step.gpus.ranks == [1, 3]
+    assert list(step.gpus.ranks) == [0, 1, 2, 3] and step.gpus.left_at == 0.25
+    assert calls == [2, 2, "memory", 1, 1, "abort", "sleep"]
 
 
 def test_a_chunk_that_is_trained_does_not_hold_a_batch_that_is_complete(monkeypatch):
@@ -486,9 +489,9 @@ def test_a_chunk_that_is_trained_does_not_hold_a_batch_that_is_complete(monkeypa
     calls: list[Any] = []
     engines = [LendingEngine(calls, [1], {3: Move.LEND}) for _ in range(2)]
     trainer: Any = make_lending_trainer(monkeypatch, calls, engines, iter([3, 5, 8, 8, 8]), "threshold")
-    trainer.prepare_step()
-    assert trainer._wait_for_groups(GROUPS) == (3, {})
-    trainer.trained, trainer._left = 3, 5
+    step = begin_step(trainer)
+    assert step.wait_for_groups() == 3
+    step.left = 5
     del calls[:]
     batch = KVBatchMeta(
         partition_id="train", keys=list("abcdefgh"), extra_info={"x": 1},
@@ -502,11 +505,11 @@ def test_a_chunk_that_is_trained_does_not_hold_a_batch_that_is_complete(monkeypa
 
     trainer.actor_rollout_wg.add_gradients = add_gradients
     waits = iter([0, 0, 4, 4])  # ranks that are done
-    monkeypatch.setattr(lending.ray, "wait", lambda futures, **_: (futures[: next(waits)], []))
-    assert trainer._update_actor(batch, {}) is batch
+    monkeypatch.setattr(stream_lent.ray, "wait", lambda futures, **_: (futures[: next(waits)], []))
+    step.add_gradients(batch)
     assert shares == [[[], ["a", "c", "d"], [], ["e", "f", "g"]], [["c"], ["d"], ["e"], []]]
     assert calls == ["bell True", "memory", 1, 1, "abort", "sleep", "bell False"], "rung when all eight are there"
-    assert trainer._wait_for_groups(5) == (5, {streaming.SWITCHED_AT: 3 / 8}) and calls[-1] == "bell False"
+    assert step.wait_for_groups() == 5 and step.gpus.left_at == 3 / 8 and calls[-1] == "bell False"
 
 
 def test_ranks_that_train_are_taken_back_when_the_engine_says_so(monkeypatch):
@@ -514,11 +517,11 @@ def test_ranks_that_train_are_taken_back_when_the_engine_says_so(monkeypatch):
     calls: list[Any] = []
     engine = LendingEngine(calls, [1], {6: Move.LEND, 8: Move.TAKE_BACK})
     trainer: Any = make_lending_trainer(monkeypatch, calls, [engine], iter([3, 4, 4, 6, 8, 8]), "survival")
-    trainer.prepare_step()
-    trainer._pace.add(4.0, 200, lent=False)
-    trainer.prepare_step()
-    assert trainer._wait_for_groups(GROUPS) == (3, {}) and trainer._list_training_ranks() == [1]
-    trainer.trained, trainer._left = 3, 5
+    begin_step(trainer)
+    trainer.gpus._pace.add(4.0, 200, lent=False)
+    step = begin_step(trainer)
+    assert step.wait_for_groups() == 3 and step.gpus.ranks == [1]
+    step.left = 5
     del calls[:]
     batch = KVBatchMeta(partition_id="train", keys=list("abc"), tags=[{"seq_len": n} for n in (3, 2, 1)])
     shares, done = [], iter([[[], [0], [], []], [[0], [0], [], []]])
@@ -529,11 +532,11 @@ def test_ranks_that_train_are_taken_back_when_the_engine_says_so(monkeypatch):
 
     trainer.actor_rollout_wg.add_gradients = add_gradients
     waits = iter([0, 4, 4])
-    monkeypatch.setattr(lending.ray, "wait", lambda futures, **_: (futures[: next(waits)], []))
-    trainer._update_actor(batch, {})
+    monkeypatch.setattr(stream_lent.ray, "wait", lambda futures, **_: (futures[: next(waits)], []))
+    step.add_gradients(batch)
     assert shares == [[[], ["a", "b", "c"], [], []], [["b"], ["c"], [], []]]
     assert calls == ["bell True", "memory", 1, "memory", 1, "abort", "sleep", "bell False"]
-    assert trainer._wait_for_groups(5) == (5, {streaming.SWITCHED_AT: 3 / 8})
+    assert step.wait_for_groups() == 5 and step.gpus.left_at == 3 / 8
 
 
 def test_all_ranks_train_when_nothing_is_generated_any_more(monkeypatch):
@@ -542,13 +545,13 @@ def test_all_ranks_train_when_nothing_is_generated_any_more(monkeypatch):
     trainer: Any = make_lending_trainer(
         monkeypatch, calls, [LendingEngine(calls, [1], {})], iter([1, 3, 8]), "survival"
     )
-    monkeypatch.setattr(lending.AdaptiveStreamLent, "_is_generated", lambda self: self.trained > 0)
-    trainer.prepare_step()
-    trainer.trained = 1
-    assert trainer._wait_for_groups(7) == (2, {}) and trainer._list_training_ranks() == range(4)
-    trainer.trained = 3
-    assert trainer._wait_for_groups(5) == (5, {streaming.SWITCHED_AT: 1.0})
-    assert calls == ["prompts", "memory", 1, "abort", "sleep"]
+    monkeypatch.setattr(StreamStep, "is_generated", lambda self: self.left < GROUPS)
+    step = begin_step(trainer)
+    step.left = 7
+    assert step.wait_for_groups() == 2 and step.gpus.ranks == range(4)
+    step.left = 5
+    assert step.wait_for_groups() == 5 and step.gpus.left_at == 1.0
+    assert calls == ["memory", 1, "abort", "sleep"]
 
 
 @pytest.mark.parametrize(
@@ -573,22 +576,23 @@ def test_the_trainers_gpus_leave_a_round_when_the_others_have_room(monkeypatch, 
         return SimpleNamespace(load=SimpleNamespace(remote=report))
 
     monkeypatch.setattr(streaming.ray, "get", lambda found: found)
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", [*GOOD, f"{ROLLOUT}.n=2", "data.max_response_length=50"])
-    trainer: Any = object.__new__(streaming.AdaptiveStream)
-    trainer.config, trainer.timing_raw, trainer._history = config, {}, LengthHistory()
+    trainer: Any = make_trainer(f"{ROLLOUT}.n=2", "data.max_response_length=50", HYBRID)
+    trainer.timing_raw, trainer.global_steps, trainer.actor_rollout_wg = {}, 1, SimpleNamespace(world_size=2)
     for _ in range(100):
-        trainer._history.observe(50, 0)
+        trainer.gpus._lengths.observe(50, 0)
     trainer.current_mode = streaming.HybridEngineMode.ROLLOUT
-    trainer._look_for_groups = lambda found: {str(group) for group in range(next(groups))}
     trainer.switch_to_trainer = lambda: calls.append("moved")
     trainer.standalone_server_manager = SimpleNamespace(server_handles=[make_engine(1200)])
     trainer.llm_server_manager = SimpleNamespace(server_handles=[])
     tags = {f"{group}_{i}_0": {"prompt_len": 10, "response_len": 40} for group in range(8) for i in (0, 1)}
     trainer.replay_buffer = SimpleNamespace(
-        partitions={"train": tags}, _wait_for_next_poll=lambda partition, last: last
+        wait_for_sampleable=lambda *_: ({str(group) for group in range(next(groups))}, {}),
+        partitions={"train": tags}, _wait_for_next_poll=lambda partition, last: last,
     )  # fmt: skip
-    assert trainer._wait_for_sampleable_and_switch() == {streaming.SWITCHED_AT: moved} and calls == ["moved"]
+    trainer.stream = StreamStep(trainer, trainer.gpus)
+    assert not trainer.gpus.ranks
+    assert trainer._wait_for_sampleable_and_switch() == {} and calls == ["moved"]
+    assert trainer.gpus.left_at == moved and trainer.gpus.ranks == range(2)
 
 
 def test_a_chunk_has_a_fifth_of_what_is_left():
@@ -604,20 +608,20 @@ def test_with_a_profile_the_engine_says_when_ranks_are_lent_and_taken_back(monke
     engine = LendingEngine(calls, [1], {6: Move.LEND, 10: Move.TAKE_BACK})
     looks = iter([2, 8, 2, 2, 3, 4, 5, 5, 6, 8])
     trainer: Any = make_lending_trainer(monkeypatch, calls, [engine], looks, "survival")
-    trainer.prepare_step()
     engine.says = {}
-    assert trainer._wait_for_groups(GROUPS) == (GROUPS, {streaming.SWITCHED_AT: 1.0})
+    step = begin_step(trainer)
+    assert step.wait_for_groups() == GROUPS and step.gpus.left_at == 1.0
     assert {training.seconds_per_token for training in engine.asked} == {0.0}, "the first step is measured"
-    trainer._pace.add(4.0, 200, lent=False)
+    trainer.gpus._pace.add(4.0, 200, lent=False)
     engine.says = {6: Move.LEND, 10: Move.TAKE_BACK}
     del calls[:], engine.asked[:]
-    trainer.prepare_step()
-    assert trainer._wait_for_groups(GROUPS) == (3, {}) and calls == ["prompts", 2], "asked with 2 complete, once"
-    trainer.trained = 3
-    assert trainer._wait_for_groups(5) == (1, {})
-    trainer.trained = 4
-    assert trainer._wait_for_groups(4) == (4, {streaming.SWITCHED_AT: 3 / 8})
-    assert calls == ["prompts", 2, "memory", 1, "memory", 1, "abort", "sleep"], "taken back with 5 complete"
+    step = begin_step(trainer)
+    assert step.wait_for_groups() == 3 and calls == [2], "asked with 2 complete, once"
+    step.left = 5
+    assert step.wait_for_groups() == 1
+    step.left = 4
+    assert step.wait_for_groups() == 4 and step.gpus.left_at == 3 / 8
+    assert calls == [2, "memory", 1, "memory", 1, "abort", "sleep"], "taken back with 5 complete"
     assert [training.complete for training in engine.asked] == [4, 6, 8, 10], "and then no more"
     told = [structs.replace(training, elapsed=0.0, lent=0.0) for training in engine.asked]
     assert told[0] == Training(samples=16, complete=4, ready=60, pending=30, seconds_per_token=0.02)
@@ -636,30 +640,30 @@ LENT = (
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        (f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.nnodes is 1, must be 0 with {lending.WHERE}: the engines have the"),
+        (f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.nnodes is 1, must be 0 with {LENT_MODE}: the engines have the"),
         (f"{ROLLOUT}.calculate_log_probs=true", f"{ROLLOUT}.calculate_log_probs is true, must be false with"),
-        (f"{REF}.fsdp_config.fsdp_size=-1", f"{REF}.fsdp_config.fsdp_size is -1, must be 1 with {lending.WHERE} and "),
-        (f"{REF}.strategy=fsdp", f"{REF}.strategy is fsdp, must be fsdp2 with {lending.WHERE} and use_kl_loss: a rep"),
+        (f"{REF}.fsdp_config.fsdp_size=-1", f"{REF}.fsdp_config.fsdp_size is -1, must be 1 with {LENT_MODE} and "),
+        (f"{REF}.strategy=fsdp", f"{REF}.strategy is fsdp, must be fsdp2 with {LENT_MODE} and use_kl_loss: a rep"),
         ("reward.reward_model.enable=true", "reward.reward_model.enable_resource_pool is false, must be true with"),
         (f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.tensor_model_parallel_size is 1, must be even with"),
         (
             "actor_rollout_ref.actor.fsdp_config.fsdp_size=-1",
             "actor_rollout_ref.actor.fsdp_config.fsdp_size is -1, must be 1 or a divisor of it (half of "
-            f"{ROLLOUT}.tensor_model_parallel_size) with {lending.WHERE}: ",
+            f"{ROLLOUT}.tensor_model_parallel_size) with {LENT_MODE}: ",
         ),
-        (f"+{OURS}.weights=reshard", f"{OURS}.weights is reshard, must be resident with {lending.WHERE}: "),
-        (f"+{OURS}.gpu_order=neighbours", f"{OURS}.gpu_order is neighbours, must be rank with {lending.WHERE}: "),
+        (f"+{OURS}.weights=reshard", f"{OURS}.weights is reshard, must be resident with {LENT_MODE}: "),
+        (f"+{OURS}.gpu_order=neighbours", f"{OURS}.gpu_order is neighbours, must be rank with {LENT_MODE}: "),
         (f"+{OURS}.base_tp=2", f"{OURS}.candidates is [2], must be degrees with 1 and 2 among them with"),
-        (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.name is sglang, must be sglang_pat with {lending.WHERE}: "),
+        (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.name is sglang, must be sglang_pat with {LENT_MODE}: "),
     ],
 )
 def test_what_keeps_ranks_from_being_lent_is_refused_in_one_line(override, line):
-    overrides = [*GOOD, f"trainer.v1.trainer_mode={lending.MODE}", *LENT]
+    overrides = [*GOOD, f"trainer.v1.trainer_mode={stream_lent.MODE}", *LENT]
     with initialize_config_module("verl.trainer.config", version_base=None):
-        trainer = lending.AdaptiveStreamLent(compose("ppo_trainer", overrides))
-        assert trainer.trainer_mode == "colocate_async" and not trainer._list_training_ranks()
+        trainer = stream_lent.AdaptiveStreamLent(compose("ppo_trainer", overrides))
+        assert trainer.trainer_mode == "colocate_async" and not trainer.gpus.ranks
         with pytest.raises(ValueError) as refused:
-            lending.AdaptiveStreamLent(compose("ppo_trainer", [*overrides, override]))
+            stream_lent.AdaptiveStreamLent(compose("ppo_trainer", [*overrides, override]))
     assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
 
 

@@ -14,7 +14,7 @@ import transfer_queue
 from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY
 from verl.utils import tensordict_utils
 
-from sglang_pat.integrations.verl import tail_batching
+from sglang_pat.integrations.verl import options, tail_batching
 from sglang_pat.integrations.verl.tail_batching import ChunkedTailBatchingBuffer, NoResponseError, TailBatchingBuffer
 from sglang_pat.messages import BeginRound
 
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.integration
 
 WHERE = "trainer.v1.sglang_pat_sync"
 BATCH, RESPONSES, LIMIT = 8, 2, 4000
+SIZES = {"num_prompts": BATCH, "num_responses": RESPONSES}
 STRICT = {"tail_batching": "strict", "eta_prompts": 1.5, "max_deferrals": 4}
 SAMPLER = {"max_off_policy_threshold": None, "max_off_policy_strategy": "drop", "sampler_kwargs": {}}
 MODES = {"strict": {}, "reorder": {"tail_batching": "reorder"}, "unbiased": {"unbiased": True}}
@@ -62,13 +63,13 @@ class World(TailBatchingBuffer):
 
     def __init__(
         self, seed: int, lingering: int = 0, look: int = 0, useless: Callable[[int], bool] | None = None,
-        named: Mapping[str, Any] = MappingProxyType({}), **options,
+        named: Mapping[str, Any] = MappingProxyType({}), **given,
     ) -> None:  # fmt: skip
         self.announced: list[BeginRound] = []
         if useless is not None:
             named = {"filter_groups_metric": "reward", "refill_fn": print, **named}
         super().__init__(
-            tail_batching.read_rules(STRICT | options, WHERE, BATCH, RESPONSES, filter_groups=bool(named)), LIMIT,
+            options.make_tail_batching_rules(STRICT | given, WHERE, **SIZES, filter_groups=bool(named)), LIMIT,
             self.submitted, self.stopped, self.announced.append, take_ends=self.take_ends, drop=self.drop,
             trainer_mode="sync", trainer_config={}, **SAMPLER, **named,
         )  # fmt: skip

@@ -5,18 +5,22 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
-from sglang_pat.integrations.verl import tail_batching, trainers
+from sglang_pat.integrations.verl import options, trainers
 from sglang_pat.integrations.verl.tail_batching import TailBatchingBuffer
 
-from .test_verl_tail_batching import BATCH, LIMIT, RESPONSES, SAMPLER, STRICT, WHERE
+from .test_verl_tail_batching import BATCH, LIMIT, RESPONSES, SAMPLER, SIZES, STRICT, WHERE
 
 pytestmark = pytest.mark.integration
 
 
 @pytest.mark.parametrize(
-    ("options", "line"),
+    ("given", "line"),
     [
         ({"tail_baching": "strict"}, "trainer.v1.sglang_pat_sync has no option 'tail_baching'; choose from"),
+        (
+            {"eta_prompts": 1.5},
+            "trainer.v1.sglang_pat_sync.eta_prompts is given and tail_batching is not, must be strict",
+        ),
         ({"tail_batching": "all"}, "trainer.v1.sglang_pat_sync.tail_batching is 'all', must be strict, reorder or off"),
         (
             {"tail_batching": "partial"},
@@ -32,9 +36,9 @@ pytestmark = pytest.mark.integration
         ({"tail_batching": "strict", "eta_prompts": "1.5x"}, "trainer.v1.sglang_pat_sync.eta_prompts is '1.5x', mus"),
     ],
 )
-def test_refused_in_one_line(options, line):
+def test_refused_in_one_line(given, line):
     with pytest.raises(ValueError) as refused:
-        tail_batching.read_rules(options, WHERE, BATCH, RESPONSES)
+        options.make_tail_batching_rules(given, WHERE, **SIZES)
     assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
 
 
@@ -60,7 +64,7 @@ TURNS = "actor_rollout_ref.rollout.multi_turn.enable=true"
 
 def made(*others: str):
     trainer = object.__new__(trainers.AdaptiveSync)
-    trainer.trainer_mode = "sync"
+    trainer.trainer_mode, trainer.engines = "sync", trainers.Engines(trainer, False)
     trainer.config = OmegaConf.create(CONFIG)
     trainer.config.merge_with_dotlist(list(others))
     return trainer._build_replay_buffer()
@@ -98,5 +102,5 @@ def test_refused_beside(others, line):
 
 
 def test_off_by_default():
-    for options in ({}, {"tail_batching": "off"}):
-        assert tail_batching.read_rules(options, WHERE, BATCH, RESPONSES) is None
+    for given in ({}, {"tail_batching": "off"}, {"tail_batching": "off", "eta_prompts": 2.0}):
+        assert options.make_tail_batching_rules(given, WHERE, **SIZES) is None

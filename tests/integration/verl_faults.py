@@ -33,7 +33,7 @@ def _faulty(weights: Any) -> Iterator[Any]:
 
 def get_rollout_class(*args: Any, **named: Any) -> Any:
     found = _stock(*args, **named)
-    if found.__module__ != "sglang_pat.integrations.verl.registration":
+    if found.__module__ != "sglang_pat.integrations.verl.plugin":
         return found
 
     def faulty(*args: Any, **named: Any) -> Any:

@@ -23,7 +23,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_from_nested
 
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
-from sglang_pat.integrations.verl.lending import LentWorker
+from sglang_pat.integrations.verl.stream_lent import LentWorker
 from sglang_pat.testing.ports import find_free_port
 
 RANKS, SHARDS = 4, 2

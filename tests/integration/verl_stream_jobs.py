@@ -23,9 +23,9 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from sglang_pat.integrations.verl.bell import Bell
 from sglang_pat.integrations.verl.fields import was_stopped
-from sglang_pat.integrations.verl.lending import AdaptiveStreamLent, LentWorker
-from sglang_pat.integrations.verl.streaming import AdaptiveStream, Stream
-from sglang_pat.integrations.verl.tail_batching import TailBatchingBuffer
+from sglang_pat.integrations.verl.stream_lent import AdaptiveStreamLent, LentRanks, LentWorker
+from sglang_pat.integrations.verl.streaming import AdaptiveStream, StreamStep
+from sglang_pat.integrations.verl.trainers import AdaptiveTrainer
 from sglang_pat.rollout.state import LONG
 
 from . import verl_rewards
@@ -110,8 +110,29 @@ def get_path(step: int) -> Path:
     return Path(os.environ["STREAM_SAMPLES"]) / f"{step}.pt"
 
 
-class _Recorded(Stream):
-    """Opens the gate when gradients of a step's first chunk are there."""
+class RecordedStep(StreamStep):
+    """Opens the gate when gradients of its first chunk are there, and keeps what it has trained on."""
+
+    def add_gradients(self, batch: KVBatchMeta) -> None:
+        super().add_gradients(batch)
+        self.open_gate()
+
+    def open_gate(self) -> None:
+        ray.get(ray.get_actor(GATE).open.remote(self.trainer.global_steps))
+
+    def run(self, *args: Any) -> KVBatchMeta:
+        batch = super().run(*args)
+        rows = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding")]
+        keys = [batch.keys[i] for i in rows]
+        data = tq.kv_batch_get(keys=keys, partition_id="train")
+        torch.save((keys, [batch.tags[i] for i in rows], data), get_path(self.trainer.global_steps))
+        return batch
+
+
+class _Gated(AdaptiveTrainer):
+    """Has the gate."""
+
+    step_class = RecordedStep
 
     def _setup(self) -> None:
         self._gate = ray.remote(Gate).options(name=GATE, num_cpus=0, max_concurrency=1000).remote()
@@ -119,32 +140,19 @@ class _Recorded(Stream):
 
     def _add_batch_to_generate(self) -> None:
         super()._add_batch_to_generate()
-        if isinstance(self.replay_buffer, TailBatchingBuffer):
-            under_way = self.replay_buffer._admitter.state.round
+        if self.tail_batching:
+            under_way = self.tail_batching.buffer._admitter.state.round
             assert under_way is not None
             ray.get(self._gate.begin.remote(self.global_steps, under_way.kind == LONG))
 
-    def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        batch = super()._update_actor(batch, metrics)
-        ray.get(self._gate.open.remote(self.global_steps))
-        return batch
-
-    def step(self, *args: Any) -> KVBatchMeta:
-        batch = super().step(*args)
-        rows = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding")]
-        keys = [batch.keys[i] for i in rows]
-        data = tq.kv_batch_get(keys=keys, partition_id="train")
-        torch.save((keys, [batch.tags[i] for i in rows], data), get_path(self.global_steps))
-        return batch
-
 
 @register_trainer("recorded_stream")
-class RecordedStream(_Recorded, AdaptiveStream):
+class RecordedStream(_Gated, AdaptiveStream):
     pass
 
 
 @register_trainer("recorded_stream_lent")
-class RecordedStreamLent(_Recorded, AdaptiveStreamLent):
+class RecordedStreamLent(_Gated, AdaptiveStreamLent):
     pass
 
 
@@ -173,31 +181,36 @@ class InterruptedWorker(LentWorker):
         self.actor.is_interrupted = lambda: ray.get(bell.wait.remote())
 
 
+class InterruptedStep(RecordedStep):
+    """Its first chunk is not over before the batch is complete."""
+
+    gpus: LentRanks
+    left_over = 0
+
+    def add_gradients(self, batch: KVBatchMeta) -> None:
+        self.open_gate()
+        if not self.gpus.generates:  # no rank was lent
+            ray.get(self.gpus.bell.set.remote(False))
+        super().add_gradients(batch)
+
+    def try_gradients(self, batch: KVBatchMeta) -> set[str]:
+        left = super().try_gradients(batch)
+        self.left_over += len(left)
+        return left
+
+    def run(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
+        batch = super().run(metrics, timing_raw)
+        metrics["test/left"] = self.left_over
+        return batch
+
+
 @register_trainer("interrupted_lent")
 class InterruptedLent(RecordedStreamLent):
-    """The first chunk of a step is not over before the batch is complete."""
-
-    _worker_class = InterruptedWorker
-
-    def _setup(self) -> None:
-        super()._setup()
-        self._bell = ray.remote(WaitingBell).options(num_cpus=0).remote()
-        self.actor_rollout_wg.listen(self._bell)
+    step_class, worker_class, bell_class = InterruptedStep, InterruptedWorker, WaitingBell
 
     def _add_batch_to_generate(self) -> None:
-        ray.get(self._bell.arm.remote())
+        ray.get(self.gpus.bell.arm.remote())
         super()._add_batch_to_generate()
-
-    def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        ray.get(self._gate.open.remote(self.global_steps))
-        if not self._generates:  # no rank was lent
-            ray.get(self._bell.set.remote(False))
-        return super()._update_actor(batch, metrics)
-
-    def _add_gradients(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> set[str]:
-        left = super()._add_gradients(batch, metrics)
-        metrics["test/left"] = metrics.get("test/left", 0) + len(left)
-        return left
 
 
 @register_trainer("replayed_sync")

@@ -2,14 +2,13 @@
 
 | module | where it runs |
 | --- | --- |
-| ``plugin``, ``registration`` | in each process of verl's, when it imports verl: the names, the way of weights |
-| ``options`` | wherever the job's configuration is read: what it says of this engine, checked |
+| ``plugin`` | in each process of verl's, when it imports verl: the names, the way of weights |
+| ``options`` | wherever the job's configuration is read: what it says of this engine and of a step, checked |
 | ``replica`` | in the Ray actor that holds an engine, and in the process that starts it |
 | ``client`` | in each process that runs agent loops: asks for responses |
 | ``fields`` | what a sample says of its tokens |
 | ``trainers``, ``tail_batching`` | in the process of the trainer: what is logged; which prompts run in which step |
-| ``streaming``, ``stream_options`` | in the same: training on what is complete; what that is exact with |
-| ``lending`` | in the same: on GPUs that the engines lend |
+| ``streaming``, ``stream_lent`` | there, too: a step that trains on what is complete; on GPUs that the engines lend |
 | ``bell`` | in a Ray actor: whether a chunk that is being trained is to end |
 | ``gradient_sums`` | in each process of the trainer's GPUs: gradients of chunks |
 | ``balancer`` | in a Ray actor: which engine gets the next request |

@@ -16,7 +16,7 @@ _Kind = TypeVar("_Kind", Turns, StopReasons)
 _parts: ContextVar[list[TokenOutput]] = ContextVar("parts")
 
 _sessions: WeakValueDictionary[tuple[str, str], Turns | StopReasons] = WeakValueDictionary()
-"""By request, which is the same in all turns of a response, and name of the field; for as long as it is in use."""
+"""Fields by request, the same one in all turns of a response, and by name; for as long as they are in use."""
 
 
 class AdaptiveClient(LLMServerClient):
@@ -69,4 +69,4 @@ class _JoiningClient(FullyAsyncLLMServerClient, _PartClient):
 
 
 class AdaptiveAsyncClient(AdaptiveClient, _JoiningClient):
-    """Both."""
+    """A client that goes on after an abort, whose responses say it of all their parts and turns."""

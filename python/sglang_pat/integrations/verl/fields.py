@@ -16,13 +16,10 @@ DEGREES = "tp_from_token"
 """TP degree."""
 STEPS = "global_steps_from_token"
 """verl's version of the weights: the step after which they were sent."""
-
 STOPS = "stop_reasons"
 """No runs: why each turn ended, in SGLang's words."""
 MISSING = "reward_is_missing"
 """No runs: true for a sample that has no reward, as the function failed; others do not have it."""
-
-
 STOPPED = "stopped"
 """Such a reason: the engine was told that nobody waits for the response any more.  After another abort verl's client of
 asynchronous trainers goes on."""
@@ -34,7 +31,7 @@ def was_stopped(fields: Mapping[str, Any]) -> bool:
 
 
 class StopReasons(list[str]):
-    """Of the turns of a response so far, as :class:`Turns`."""
+    """Why each turn of a response so far ended; ``prompt`` as of :class:`Turns`."""
 
     def __init__(self, prompt: int = 0) -> None:
         super().__init__()

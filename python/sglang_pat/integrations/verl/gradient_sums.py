@@ -56,9 +56,8 @@ class Sums:
     def add(self, other: Sums) -> None:
         self.lengths += other.lengths
         self.tokens += other.tokens
-        for name in ("losses", "weighted"):
-            for key, value in getattr(other, name).items():  # Counter's own + drops what is not positive
-                getattr(self, name)[key] += value
+        self.losses.update(other.losses)  # adds; Counter's own + drops what is not positive
+        self.weighted.update(other.weighted)
         self.seconds += other.seconds
 
 
@@ -76,7 +75,7 @@ class SummingTrainer(TrainingWorker):
     is_interrupted: Callable[[], bool] | None = None
     """Whether a chunk ends after its next pass, and leaves the rest of its samples; asked on one rank of a replica."""
     _sums: Sums | None = None
-    """Of the step that is under way."""
+    """Sums of the step that is under way."""
 
     def begin_step(self) -> None:
         """Forget gradients.
@@ -209,7 +208,8 @@ class SummingTrainer(TrainingWorker):
         return bool(self._find_most(int(asks and self.is_interrupted())))
 
     def _let_ranks_add(self, last: bool) -> None:
-        """Of one replica, in the next backward pass: in each, or in the last of a chunk, by verl's setting."""
+        """Have the ranks of a replica add up in the next backward pass: in each, or in the last of a chunk, by verl's
+        setting."""
         module = self.engine.module
         module.set_requires_gradient_sync(last or not self.engine_config.use_no_sync_for_gradient_accumulation)
         module.set_requires_all_reduce(False)  # which the line above has set, too

@@ -8,19 +8,16 @@ given; a group that has too few of them is replaced, as one whose generation fai
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
-from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from sglang_pat.integrations.verl import rewards
 from sglang_pat.integrations.verl.fields import MISSING
 from sglang_pat.rollout.missing import choose_rewarded
 
@@ -31,7 +28,7 @@ Reasons = tuple[set[str], set[str], set[str], Counter[float]]
 
 
 def find_missing(keys: Sequence[str], partition: str) -> set[str]:
-    """Those of the responses with these keys whose reward is missing."""
+    """Keys of the responses, of these, whose reward is missing."""
     if not keys:
         return set()
     data = tq.kv_batch_get(keys=list(keys), partition_id=partition, select_fields=["extra_fields"])
@@ -39,7 +36,7 @@ def find_missing(keys: Sequence[str], partition: str) -> set[str]:
 
 
 def choose_keys(keys: Iterable[str], missing: set[str]) -> set[str]:
-    """Those that are trained on; keys are ``uid_session_index``, and all of a session have one reward."""
+    """Keys of the responses that are trained on; ``uid_session_index``, and all of a session have one reward."""
     groups: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for key in keys:
         uid, session, _ = key.rsplit("_", 2)
@@ -79,7 +76,7 @@ def leave_out(batch: KVBatchMeta, metrics: dict[str, Any], filler: int) -> KVBat
 
 
 def check_some_left(batches: Iterable[KVBatchMeta]) -> None:
-    """Of a whole update.
+    """Hold that a whole update has something to train on.
 
     Raises:
         RuntimeError: nothing is; one line.
@@ -116,33 +113,3 @@ def judge_given(buffer: ReplayBuffer) -> None:
         return stale, equal - without, failed | without, counts
 
     buffer._terminal_eviction_reasons = find_reasons_of_given
-
-
-def _judge_given_after(setup: Callable[[PPOTrainer], None]) -> Callable[[PPOTrainer], None]:
-    @functools.wraps(setup)
-    def set_up(self: PPOTrainer) -> None:
-        if rewards.is_used(self.config):
-            judge_given(self.replay_buffer)
-        setup(self)
-
-    return set_up
-
-
-def _leave_out_before(balance: Callable[..., KVBatchMeta]) -> Callable[..., KVBatchMeta]:
-    """verl's step comes to this with what it has sampled."""
-
-    @functools.wraps(balance)
-    def balance_given(self: PPOTrainer, batch: KVBatchMeta, metrics: dict[str, Any], **named: Any) -> KVBatchMeta:
-        if rewards.is_used(self.config):
-            batch = leave_out(batch, metrics, self.tokenizer.eos_token_id)
-            if not self._has_chunks:
-                check_some_left([batch])
-        return balance(self, batch, metrics, **named)
-
-    return balance_given
-
-
-PPOTrainer._has_chunks = False
-"""Whether an update has several batches, of which some may have nothing to train on."""
-PPOTrainer._setup = _judge_given_after(PPOTrainer._setup)
-PPOTrainer._balance_batch = _leave_out_before(PPOTrainer._balance_batch)

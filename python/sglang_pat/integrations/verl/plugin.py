@@ -1,29 +1,88 @@
-"""The entry point that verl imports in each of its processes (group ``verl.plugins``).
+"""The entry point that verl imports in each of its processes (group ``verl.plugins``): the names under which verl finds
+this engine and its trainers.
 
-verl keeps quiet if that fails, so the failure is told here.
+verl keeps quiet if that fails, so the failure is told here.  So nothing of verl is imported with this module; and
+nothing of SGLang before an engine is used.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from sglang_pat.config import VARIABLE
 from sglang_pat.errors import format_one_line
+from sglang_pat.integrations.verl import options
+
+if TYPE_CHECKING:
+    from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangReplica
+    from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
+
+STOCK_NAME = "sglang"
+"""verl's own name of SGLang: a few of its features ask for exactly this one."""
+
+
+def register() -> None:
+    """Make ``sglang_pat`` a rollout of verl's; and ``sglang`` this one, where the configuration or the variable
+    ``SGLANG_PAT`` asks for it.  Trainers and rewards are registered by their modules."""
+    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    from sglang_pat.integrations.verl import response_ends, rewards, stream_lent, streaming, trainers  # noqa: F401
+
+    load = partial(_load, RolloutReplicaRegistry._registry[STOCK_NAME])
+    for name in (options.NAME, STOCK_NAME):
+        RolloutReplicaRegistry.register(name, load)
+        _ROLLOUT_REGISTRY[name, "async"] = f"{__name__}.make_checked_adapter"
+
+
+def _load(load_stock: Callable[[], Callable[..., SGLangReplica]]) -> Callable[..., SGLangReplica]:
+    """verl looks a replica's class up by its name alone.  What else is asked for is known when one is made."""
+    stock = load_stock()  # it puts the stand-ins of vLLM's modules in place that verl's SGLang modules import
+
+    def make(*args: Any, **named: Any) -> SGLangReplica:
+        import ray
+
+        replica = stock(*args, **named)  # starts nothing yet
+        helper = replica.is_reward_model or replica.is_teacher_model
+        if options.is_adaptive(replica.config, helper):
+            from sglang_pat.integrations.verl.replica import AdaptiveReplica
+
+            return AdaptiveReplica(*args, **named)
+        streams = helper and options.read_stream_setting(replica.config, getattr(replica.model_config, "path", None))
+        if streams or VARIABLE in os.environ:  # the variable is not about this one
+            from sglang_pat.integrations.verl.replica import PlainServer
+
+            replica.server_class = ray.remote(PlainServer)
+        return replica
+
+    return make
+
+
+def make_checked_adapter(config: Any, *args: Any, **kwargs: Any) -> ServerAdapter:
+    """verl's client of a server of SGLang's, as it is, in each training process.  The engine takes whole tensors, and
+    IPC handles by GPU.
+
+    Settings of ours in the configuration are checked here, too: with ``disaggregation`` verl makes replicas of another
+    class, which know nothing of them.
+    """
+    from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
+
+    adapter = ServerAdapter(config, *args, **kwargs)
+    given = options.get_own_settings(adapter.config)
+    if given is not None and options.STREAM not in given:
+        options.check(adapter.config)
+    return adapter
+
 
 try:
-    from sglang_pat.integrations.verl import (  # noqa: F401 - these register themselves
-        lending,
-        missing_rewards,
-        response_ends,
-        streaming,
-        trainers,
-    )  # fmt: skip
-    from sglang_pat.integrations.verl.registration import register
-
     register()
 except Exception as error:
     logging.getLogger(__name__).error(
         "rollout.name=sglang_pat is not there for this job, its registration with verl failed: %s: %s",
-        type(error).__name__,
-        format_one_line(error),
-    )
+        type(error).__name__, format_one_line(error),
+    )  # fmt: skip
     raise

@@ -28,10 +28,10 @@ from stream_layers import STREAM_VARIABLE
 from stream_layers.attach import attach as attach_layers
 
 SWITCH_SECONDS = 0.05
-"""Until an engine that switches is asked again."""
+"""Seconds until an engine that switches is asked again."""
 
 _meta: ContextVar[dict[str, Any]] = ContextVar("meta")
-"""Of the answer to a request of :meth:`AdaptiveServer.generate`."""
+"""Meta information of the answer to a request of :meth:`AdaptiveServer.generate`."""
 
 
 class AdaptiveServer(SGLangHttpServer):
@@ -39,13 +39,10 @@ class AdaptiveServer(SGLangHttpServer):
 
     _in_round = False
     """One was announced, or something was asked of the engine, since the last one ended."""
-
     _refuses = False
     """Requests that come now are for another engine: those who sent them ask the balancer again."""
-
     _stops = False
     """Nobody waits for a response of this round any more."""
-
     _routed = False
     """Samples say which experts their tokens were routed to."""
 
@@ -130,7 +127,7 @@ class AdaptiveServer(SGLangHttpServer):
                 await asyncio.sleep(SWITCH_SECONDS)
 
     async def decide_lending(self, training: Training) -> Move:
-        """As ``Engine.decide_lending``."""
+        """The engine's answer of ``Engine.decide_lending``."""
         said = await self.tokenizer_manager.pat_decide_lending(training)
         if (move := Move(said["move"])) != Move.WAIT:
             about = move, f"{training.completion:.0%}", said["why"], said["gain"]

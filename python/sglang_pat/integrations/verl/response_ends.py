@@ -9,12 +9,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from omegaconf import DictConfig
 from ray.actor import ActorHandle
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, AgentLoopWorker
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
-from sglang_pat.integrations.verl import reward_ledger, rewards, tail_batching
+from sglang_pat.integrations.verl import options, reward_ledger, rewards
 from sglang_pat.integrations.verl.fields import MISSING, was_stopped
 
 _LEDGER = "_sglang_pat_ledger"
@@ -26,7 +25,8 @@ _compute_score = AgentLoopWorker._compute_score
 async def compute_score(self: AgentLoopWorker, outputs: list[AgentLoopOutput], kwargs: dict[str, Any]) -> None:
     """verl's ``AgentLoopWorker._compute_score``."""
     if not hasattr(self, _LEDGER):
-        setattr(self, _LEDGER, _connect(self.config))
+        hears = rewards.is_used(self.config) or options.has_tail_batching(self.config)
+        setattr(self, _LEDGER, reward_ledger.connect(rewards.read_limit_rules(self.config)) if hears else None)
     ledger: ActorHandle | None = getattr(self, _LEDGER)
     if ledger is None or "session_id" not in kwargs:
         return await _compute_score(self, outputs, kwargs)
@@ -44,12 +44,6 @@ async def compute_score(self: AgentLoopWorker, outputs: list[AgentLoopOutput], k
     if last.extra_fields.get("reward_extra_info", {}).pop(MISSING, False):
         for output in outputs:
             output.extra_fields[MISSING] = True
-
-
-def _connect(config: DictConfig) -> ActorHandle | None:
-    if rewards.is_used(config) or tail_batching.is_used(config):
-        return reward_ledger.connect(rewards.read_limit_rules(config))
-    return None
 
 
 AgentLoopWorker._compute_score = compute_score

@@ -82,11 +82,11 @@ class RewardLedger:
     # -- figures ---------------------------------------------------------------------------------------
 
     async def add_figures(self, figures: Mapping[str, float]) -> None:
-        """Of one reward, or more."""
+        """Add those of one reward, or of more."""
         add_figures(self._figures, figures)
 
     async def take_figures(self) -> dict[str, float]:
-        """Of the step that ends now, :meth:`TimeLimits.take_metrics` among them; the next one begins."""
+        """Figures of the step that ends now, :meth:`TimeLimits.take_metrics` among them; the next one begins."""
         found, self._figures = self._figures, {}
         cases = self._limits.take_metrics()
         known = {"cases", "rerun"} & cases.keys()  # a job without programs has none
@@ -136,7 +136,7 @@ class TrainerLedger:
         self._actor = connect(rules)
         self._rules = rules
         self._known: dict[str, Any] = {}
-        """Of time limits, when this was last asked for; nothing in the beginning."""
+        """The state of the time limits, when it was last asked for; nothing in the beginning."""
         self._life = ""
         self._incomplete = False
         """Whether figures of this step were lost."""
@@ -150,7 +150,7 @@ class TrainerLedger:
         ray.get(self._actor.drop.remote([(step, uid) for uid in uids]))
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the rewards of the step that ends now, for the tracker; ``reward/incomplete`` is 1 if some are missing."""
+        """Metrics of the rewards of the step that ends now; ``reward/incomplete`` is 1 if some are missing."""
         self._get_state()
         incomplete, self._incomplete = self._incomplete, False
         return make_metrics(ray.get(self._actor.take_figures.remote())) | {"reward/incomplete": float(incomplete)}

@@ -19,14 +19,14 @@ from reward_sandbox.runs import Sandbox
 from sglang_pat.errors import format_one_line
 
 SOURCES = frozenset(("apps", "codecontests", "codeforces", "taco"))
-"""Of data, for which verl's function runs programs."""
+"""Sources of data for which verl's function runs programs."""
 SPARE_SECONDS = 30.0
-"""Of a response beyond the limits of its test cases: to start the sandbox, on a busy machine."""
+"""Seconds of a response beyond the limits of its test cases: to start the sandbox, on a busy machine."""
 LOWEST_PRIORITY = 19
 
 
 class ProgramScorer:
-    """In each of verl's reward workers.
+    """The scorer of programs in each of verl's reward workers.
 
     Args:
         rules: of the time limits.

@@ -66,7 +66,7 @@ def is_used(config: DictConfig) -> bool:
 
 
 def read_settings(config: DictConfig) -> RewardSettings:
-    """Those of :data:`WHERE`.
+    """The settings in :data:`WHERE`.
 
     Raises:
         ValueError: an unknown setting, or a value that cannot be; one line.
@@ -92,7 +92,7 @@ def read_settings(config: DictConfig) -> RewardSettings:
 
 
 def read_limit_rules(config: DictConfig) -> LimitRules:
-    """Of time limits, in any job: without this manager there are no programs, and they do not matter."""
+    """The rules of time limits, in any job: without this manager there are no programs, and they do not matter."""
     return read_settings(config).rules if is_used(config) else LimitRules()
 
 
@@ -138,14 +138,14 @@ def check(config: DictConfig) -> None:
 
 
 def check_sandbox(config: DictConfig, sources: Iterable[str]) -> None:
-    """The same, once it is known what data a job has: programs need a sandbox that works on this machine."""
+    """Refuse data whose programs need a sandbox that does not work on this machine; raises ValueError."""
     if is_used(config) and runs_programs(config, sources):
         make_sandbox(read_settings(config).sandbox, f"{WHERE}.sandbox")
 
 
 @register(NAME)
 class PooledRewardManager(NaiveRewardManager):
-    """In each of verl's reward workers."""
+    """The reward manager of each of verl's reward workers."""
 
     def __init__(self, config: DictConfig, tokenizer: Any, compute_score: Callable[..., Any], **named: Any) -> None:
         super().__init__(config, tokenizer, compute_score, **named)
@@ -158,12 +158,12 @@ class PooledRewardManager(NaiveRewardManager):
         self.compute_score, self.is_async_reward_score, self.reward_router_address = self._compute, True, None
         self._watch: asyncio.Task[None] | None = None
         self._dropped: frozenset[Prompt] = frozenset()
-        """On these nobody will train."""
+        """Prompts that nobody will train on."""
         self._running: defaultdict[Prompt, set[asyncio.Task[dict]]] = defaultdict(set)
         self._failed: WeakSet[asyncio.Task[dict]] = WeakSet()
-        """Whose function gave no reward."""
+        """Tasks whose function gave no reward."""
         self._names = {metric} if (metric := get_filter_metric(config)) else set[str]()
-        """Of the numbers that the function returns beside the score: verl asks for the same of all samples."""
+        """Names of the numbers that the function returns beside the score: verl asks for the same of all samples."""
         self._told: set[Failure] = set()
 
     def _make_function(self) -> Callable[..., Any]:
@@ -236,7 +236,7 @@ class PooledRewardManager(NaiveRewardManager):
         self._ledger.add_figures.remote(figures)
 
     def _tell_once(self, reward: Reward) -> None:
-        """Of each kind; how many there are is in the job's metrics."""
+        """Log the first failure of each kind; how many there are is in the job's metrics."""
         assert reward.failure is not None
         if reward.failure not in self._told:
             self._told.add(reward.failure)

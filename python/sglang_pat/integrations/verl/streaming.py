@@ -6,26 +6,23 @@ rewards, their gradients are added up; what is complete by then is the next chun
 divided once, the weights are updated once, and go to all engines.  So the weights of the step generated all of its
 tokens, and the update is that of the whole batch.
 
-It is verl's ``separate_async`` without its prefetched prompts and with one update a step, of which another worker adds
-gradients up (:mod:`sglang_pat.integrations.verl.gradient_sums`).  Where engine and trainer have the same GPUs it is
-``colocate_async`` (:mod:`sglang_pat.integrations.verl.lending`).
+:class:`StreamStep` is such a step, from top to bottom.  :class:`AdaptiveStream` is verl's ``separate_async``, whose
+``step`` it is; its worker adds gradients up (:mod:`~sglang_pat.integrations.verl.gradient_sums`).  Where engine and
+trainer have the same GPUs it is ``colocate_async`` (:mod:`~sglang_pat.integrations.verl.stream_lent`).
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from collections.abc import Sequence
-from copy import deepcopy
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import transfer_queue as tq
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.replay_buffer import _accumulate_eviction_metrics
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode, PPOTrainerSeparateAsync
@@ -35,330 +32,349 @@ from verl.utils.debug import marked_timer
 from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import rename_dict
 
-from sglang_pat.integrations.verl import missing_rewards, options, stream_options
+from sglang_pat.integrations.verl import missing_rewards, options, rewards
 from sglang_pat.integrations.verl.fields import STEPS, expand_runs, was_stopped
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
-from sglang_pat.integrations.verl.tail_batching import (
-    POLL_SECONDS,
-    ChunkedTailBatchingBuffer,
-    NoResponseError,
-    make_no_response_error,
-)
-from sglang_pat.integrations.verl.trainers import PREFIX, AdaptiveSeparateAsync, AdaptiveTrainer
+from sglang_pat.integrations.verl.tail_batching import ChunkedTailBatchingBuffer, NoResponseError
+from sglang_pat.integrations.verl.trainers import AdaptiveTrainer, report_degrees
 from sglang_pat.messages import EndRound
 from sglang_pat.policies.course import look_ahead
 from sglang_pat.policies.lending import Move, Training, decide_by_room, make_load
 from sglang_pat.policies.lengths import LengthHistory
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from sglang_pat.integrations.verl.stream_lent import LentRanks
 
-MODE = f"{PREFIX}stream"
-WHERE = f"trainer.v1.trainer_mode={MODE}"
+MODE = f"{options.PREFIX}stream"
 CHUNK = 0.2
-"""Of the groups that are left, so many make a chunk at least."""
-SWITCHED_AT = "training/stream/switched_at"
+"""A chunk has at least this share of the groups that are left."""
+LEFT_AT = "training/stream/switched_at"
 """Metric: the share of the groups that was complete when GPUs left the round."""
 
 
-def check(config: DictConfig, mode: str) -> None:
-    """Refuse what would not be the update of the whole batch, or cannot be at all.
+class StreamStep:
+    """One step of a trainer that streams: its prompts, its chunks, its one update.
+
+    :meth:`run` is the step.  :meth:`look` is the one place where its round is watched, both while the trainer waits for
+    groups and while ranks compute gradients.
 
     Args:
-        config: of the job.
-        mode: ``trainer.v1.trainer_mode``.
+        trainer: whose step it is; what is called of it is verl's.
+        gpus: who has its GPUs.
 
-    Raises:
-        ValueError: one line, in the words of verl's configuration.
+    Attributes:
+        left: groups that the batch has beside those that were taken for chunks.
     """
-    where = f"trainer.v1.trainer_mode={mode}"
-    rollout, sampler = config.actor_rollout_ref.rollout, config.trainer.v1.sampler
-    if rollout.name != options.NAME:
-        raise ValueError(
-            f"actor_rollout_ref.rollout.name is {rollout.name}, must be {options.NAME} with {where}: it says of each "
-            "token which weights generated it"
-        )
-    if (custom := sampler.get("custom_sampler") or {}).get("path"):
-        raise ValueError(
-            f"trainer.v1.sampler.custom_sampler.path is {custom['path']!r}, must be left out with {where}: each "
-            "complete group is trained on"
-        )
-    stream_options.check(config, where)
 
-
-def set_mode(config: DictConfig, mode: str) -> DictConfig:
-    """A copy for verl's trainer of this mode, with what streaming is: a batch, its update, the next batch.  verl's
-    defaults are others."""
-    config = deepcopy(config)
-    with open_dict(config.trainer.v1):
-        config.trainer.v1.trainer_mode = f"{PREFIX}{mode}"
-        config.trainer.v1[mode].parameter_sync_step, config.trainer.v1[mode].num_warmup_batches = 1, 0
-        config.trainer.v1.sampler.max_off_policy_threshold = None
-    return config
-
-
-class Stream(AdaptiveTrainer):
-    """Each step: :meth:`step`.  What :data:`MODE` and the mode of lent ranks have in common."""
-
-    _has_rounds = _announces_steps = _has_chunks = True
-    _buffer_class = ChunkedTailBatchingBuffer
-    _worker_class: type[SummingWorker] = SummingWorker
-
-    def __init__(self, config: DictConfig) -> None:
-        super().__init__(config)
-        self.replay_buffer.poll_interval = POLL_SECONDS
-        self._history = LengthHistory()
-        self._left = 0
-        """Groups that the batch has beside those that were trained on and those of the chunk that is being trained."""
+    def __init__(self, trainer: AdaptiveTrainer, gpus: TrainerGpus | LentRanks) -> None:
+        self.trainer, self.gpus, self.buffer = trainer, gpus, trainer.replay_buffer
+        self.batch = self.left = trainer.config.data.train_batch_size
+        self._evicted: dict[str, Any] = {}
+        """verl's figures of the groups that were replaced."""
         self._lacked_at = 0.0
         """When groups of the batch were last seen to be under way, by the performance counter."""
+        gpus.begin_step()
 
-    def _init_resource_pool_mgr(self) -> None:
-        super()._init_resource_pool_mgr()
-        for role in self.role_worker_mapping.keys() & {Role.Actor, Role.ActorRollout, Role.ActorRolloutRef}:
-            self.role_worker_mapping[role] = ray.remote(self._worker_class)
-
-    def on_sample_begin(self) -> None:
-        """Nothing: what verl does here is about a whole batch."""
-
-    def on_sample_end(self) -> None:
-        """The same."""
-
-    def on_step_end(self) -> None:
-        self._announce_round(EndRound())
-        super().on_step_end()
-
-    def _stop_all(self) -> None:
-        ray.get([handle.stop_requests.remote() for handle in self._list_engines()])
-
-    def _look_for_groups(self, metrics: dict[str, Any]) -> set[str]:
-        """Those that are complete now and were not trained on; waits for none.  ``metrics`` get verl's figures of those
-        that were replaced."""
-        there, found = self.replay_buffer.wait_for_sampleable(self.global_steps, "train", 0)
-        _accumulate_eviction_metrics(metrics, found, 0)
-        return there
-
-    def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
-        """One update of the weights, of a batch that is trained in chunks of complete groups."""
-        found = MetricsAggregator()
-        found.aggregation_rules["sum"].append(missing_rewards.METRIC)
-        found.add_step_metrics(self.prepare_step())
-        self.actor_rollout_wg.begin_step()
-        batch = wanted = self.config.data.train_batch_size
-        chunks, hidden, exposed = list[KVBatchMeta](), 0.0, 0.0
-        while wanted:
-            of_chunk: dict[str, Any] = {}
+    def run(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
+        """verl's ``PPOTrainer.step``: one update of the weights, of a batch that is trained in chunks of complete
+        groups."""
+        trainer, chunks, hidden, exposed = self.trainer, list[KVBatchMeta](), 0.0, 0.0
+        sums = (aggregator := MetricsAggregator()).aggregation_rules["sum"]
+        sums.append(missing_rewards.METRIC)
+        aggregator.add_step_metrics(trainer.prepare_step())
+        trainer.actor_rollout_wg.begin_step()
+        while self.left:
             with marked_timer("gen", timing_raw, color="red"):
-                groups, evicted = self._wait_for_groups(wanted)
-            found.add_step_metrics(evicted)
-            wanted = self._left = wanted - groups
+                groups = self.wait_for_groups()
+            self.left -= groups
+            chunk_metrics, ranks = dict[str, Any](), self.gpus.ranks
             began = self._lacked_at = time.perf_counter()
             try:
-                chunk = self._step_once(of_chunk, timing_raw, groups)
+                chunk = self.train_chunk(groups, chunk_metrics, timing_raw)
             except NoResponseError:  # the batch lacks these groups
                 continue
             ended = time.perf_counter()
-            if wanted > self.replay_buffer.get_sampleable_count(self.global_steps, "train"):
+            if self.left > self.buffer.get_sampleable_count(trainer.global_steps, "train"):
                 self._lacked_at = ended
             hidden += self._lacked_at - began
             exposed += ended - self._lacked_at
             chunks.append(chunk)
-            for tag in chunk.tags:
-                if not tag.get("is_padding"):
-                    length = tag["response_len"]
-                    self._history.observe(length, 0, length < self.config.actor_rollout_ref.rollout.response_length)
-            found.aggregation_rules["sum"] += [name for name in of_chunk if name.startswith("rollout/tokens/")]
-            found.add_step_metrics(of_chunk, sample_count=len(chunk))
+            self.gpus.note_chunk(chunk, ended - began, ranks)
+            sums += [name for name in chunk_metrics if name.startswith("rollout/tokens/")]
+            aggregator.add_step_metrics(chunk_metrics, sample_count=len(chunk))
         if not chunks:
-            raise make_no_response_error(batch)
+            raise NoResponseError(self.batch)
         missing_rewards.check_some_left(chunks)
-        if isinstance(self.replay_buffer, ChunkedTailBatchingBuffer):
+        if isinstance(self.buffer, ChunkedTailBatchingBuffer):
             with marked_timer("gen", timing_raw, color="red"):
-                found.add_step_metrics(self.replay_buffer.end_step(self.global_steps))
+                aggregator.add_step_metrics(self.buffer.end_step(trainer.global_steps))
+        aggregator.add_step_metrics(self._evicted)
         with marked_timer("update_actor", timing_raw, color="red"):
-            update = self._finish_update(sum(map(_count_sequences, chunks)))
-        metrics.update(found.get_aggregated_metrics() | update)
-        about = {"chunks": len(chunks), "hidden_seconds": hidden, "exposed_seconds": exposed}
-        metrics.update({f"training/stream/{name}": value for name, value in about.items()})
+            update = self._finish_update(sum(len(list_samples(chunk)) for chunk in chunks))
+        stream = {"chunks": len(chunks), "hidden_seconds": hidden, "exposed_seconds": exposed}
+        metrics.update(aggregator.get_aggregated_metrics() | update)
+        metrics.update({f"training/stream/{name}": value for name, value in stream.items()})
+        if self.gpus.left_at is not None:
+            metrics[LEFT_AT] = self.gpus.left_at
         return KVBatchMeta(
             partition_id="train", keys=[key for chunk in chunks for key in chunk.keys],
             tags=[tag for chunk in chunks for tag in chunk.tags],
         )  # fmt: skip
 
-    def _wait_for_groups(self, wanted: int) -> tuple[int, dict[str, Any]]:
-        """Until a chunk is complete; its groups, at most as many as are ``wanted``, and verl's figures of those that
-        were replaced meanwhile."""
-        there, found = self.replay_buffer.wait_for_sampleable(self.global_steps, "train", count_least(wanted))
-        return min(len(there), wanted), found
+    # -- the round ---------------------------------------------------------------------------------------
 
-    def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], **named: Any) -> KVBatchMeta:
-        check_samples(batch, self.global_steps - 1)
-        return super()._balance_batch(batch, metrics, **named)
+    def wait_for_groups(self) -> int:
+        """Wait until a chunk is complete and there are ranks to train it; how many groups it has."""
+        return min(self.follow_round(count_least(self.left)), self.left)
+
+    def follow_round(self, least: int = 0) -> int:
+        """Wait until at least so many groups are complete and there are ranks that can train; how many groups are."""
+        last = time.time()
+        while (groups := len(self.look())) < least or not self.gpus.ranks:
+            last = self.buffer._wait_for_next_poll("train", last)
+        return groups
+
+    def look(self, is_training: bool = False) -> set[str]:
+        """One look at the round.  Useless groups are replaced, a full batch stops what else runs, and GPUs change hands
+        if it is time.
+
+        Returns:
+            uids of the groups that are complete and were not taken for a chunk.
+        """
+        groups, evicted = self.buffer.wait_for_sampleable(self.trainer.global_steps, "train", 0)
+        _accumulate_eviction_metrics(self._evicted, evicted, 0)
+        if len(groups) < self.left:
+            self._lacked_at = time.perf_counter()
+        self.gpus.follow(self, groups, is_training)
+        return groups
+
+    def count_complete(self, groups: set[str]) -> int:
+        """Groups of the batch that the trainer has had, or could have: those that are complete are given."""
+        return self.batch - self.left + len(groups)
+
+    def is_generated(self) -> bool:
+        """Whether it is known that no engine has anything of the step any more; rewards may still come."""
+        return isinstance(self.buffer, ChunkedTailBatchingBuffer) and self.buffer.is_generated
+
+    # -- a chunk -----------------------------------------------------------------------------------------
+
+    def train_chunk(self, groups: int, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
+        """verl's ``PPOTrainer._step_once`` of some groups, with their gradients in place of an update."""
+        trainer, config = self.trainer, self.trainer.config
+        with marked_timer("gen", timing_raw, color="red"):
+            batch, evicted = self.buffer.sample(trainer.global_steps, "train", groups)
+        _accumulate_eviction_metrics(self._evicted, evicted, 0)
+        batch.extra_info["temperature"] = config.actor_rollout_ref.rollout.temperature
+        check_samples(batch, trainer.global_steps - 1)
+        if rewards.is_used(config):
+            batch = missing_rewards.leave_out(batch, metrics, trainer.tokenizer.eos_token_id)
+        batch = PPOTrainer._balance_batch(trainer, batch, metrics)
+        with marked_timer("old_log_prob", timing_raw, color="blue"):
+            # Only to compare them with the engine's: else they are those of the pass that computes gradients.
+            if config.actor_rollout_ref.rollout.calculate_log_probs:
+                batch = PPOTrainer._compute_old_log_prob(trainer, self._fit_passes(batch), metrics)
+                batch = report_degrees(config, batch, metrics)
+        if trainer.use_reference_policy:
+            with marked_timer("ref", timing_raw, color="olive"):
+                if not self.gpus.train_alone:  # else it is a part of the pass that computes gradients
+                    batch = trainer._compute_ref_log_prob(self._fit_passes(batch), metrics)
+        with marked_timer("adv", timing_raw, color="brown"):
+            batch = trainer._compute_advantage(batch, metrics)
+        with marked_timer("update_actor", timing_raw, color="red"):
+            self.add_gradients(batch)
+        return batch
+
+    def _fit_passes(self, batch: KVBatchMeta) -> KVBatchMeta:
+        """verl's passes without gradients want whole micro-batches; what is set here lasts for one of them."""
+        passes = self.trainer.config.actor_rollout_ref.rollout, self.trainer.config.actor_rollout_ref.ref
+        if sizes := [size for one in passes if (size := one.log_prob_micro_batch_size_per_gpu) is not None]:
+            world_size = self.trainer.actor_rollout_wg.world_size
+            batch.extra_info["micro_batch_size_per_gpu"] = math.gcd(len(batch) // world_size, *sizes)
+        return batch
+
+    def add_gradients(self, batch: KVBatchMeta) -> None:
+        """Add up those of a balanced batch.  What interrupted ranks have left is for those that can train then."""
+        rest = batch
+        while left := self.try_gradients(rest):
+            self.follow_round()
+            rest = _deal(rest, left, len(self.gpus.ranks))
+
+    def try_gradients(self, batch: KVBatchMeta) -> set[str]:
+        """Add up those of a balanced batch; keys of what was not trained on, since the ranks were interrupted."""
+        shares = self.divide(batch)
+        self.gpus.begin_chunk()
+        futures = self.trainer.actor_rollout_wg.add_gradients(shares)
+        while len(ray.wait(futures, num_returns=len(futures), timeout=self.buffer.poll_interval)[0]) < len(futures):
+            self.look(is_training=True)
+        given = {key for share in shares if share for key in share.keys}
+        added = zip(shares, ray.get(futures), strict=True)
+        return given - {share.keys[row] for share, sums in added if share for row in sums.rows}
+
+    def divide(self, batch: KVBatchMeta) -> list[KVBatchMeta | None]:
+        """A balanced batch by data-parallel ranks, without what verl has filled it up with."""
+        size = -(-len(batch) // len(self.gpus.ranks))
+        shares: list[KVBatchMeta | None] = [None] * self.trainer.actor_rollout_wg.world_size
+        for first, rank in zip(range(0, len(batch), size), self.gpus.ranks, strict=False):
+            part = range(first, min(first + size, len(batch)))
+            if rows := [i for i in part if not batch.tags[i].get("is_padding")]:
+                shares[rank] = _choose(batch, rows)
+        return shares
+
+    def _finish_update(self, sequences: int) -> dict[str, Any]:
+        """Divide, clip, update; verl's metrics of an update."""
+        output = self.trainer.actor_rollout_wg.finish_step(sequences)[0]
+        metrics = rename_dict(tensordict_utils.get(output, "metrics"), "actor/")
+        metrics["perf/mfu/actor"] = metrics.pop("actor/mfu")
+        return reduce_metrics(metrics)
+
+
+class TrainerGpus:
+    """GPUs that are the trainer's.  While verl's replicas on them generate, they are handed over to the trainer as soon
+    as :func:`~sglang_pat.policies.lending.decide_by_room` says so.
+
+    Attributes:
+        ranks: data-parallel ranks of the trainer that can train now; none, while all of them generate.
+        train_alone: some ranks may train while others generate, so there are none of verl's passes over all ranks.
+        left_at: share of the groups that was complete when GPUs left the round; None: none generate.
+    """
+
+    ranks: Sequence[int] = ()
+    train_alone = False
+    left_at: float | None = None
+
+    def __init__(self, trainer: AdaptiveStream) -> None:
+        self._trainer = trainer
+        self._lengths = LengthHistory()
+        self._asked_at = 0
+        """How many groups were complete at the last question."""
+
+    def begin_step(self) -> None:
+        """Before the step's prompts are started."""
+        generate = self._trainer.current_mode == HybridEngineMode.ROLLOUT
+        self.ranks = () if generate else range(self._trainer.actor_rollout_wg.world_size)
+        self.left_at, self._asked_at = None, 0
+
+    def follow(self, step: StreamStep, groups: set[str], is_training: bool) -> None:
+        """After a look at the round: who has the GPUs may change, but for ranks that are training.
+
+        Args:
+            groups: those that are complete and were not taken for a chunk.
+        """
+        if self.ranks:
+            return
+        complete = step.count_complete(groups)
+        over = complete >= step.batch or step.is_generated()
+        if over or (complete != self._asked_at and self._may_leave(groups)):
+            self.ranks = range(self._trainer.actor_rollout_wg.world_size)
+            self.left_at = min(complete / step.batch, 1.0)
+        self._asked_at = complete
+
+    def begin_chunk(self) -> None:
+        """Before ranks begin to compute gradients."""
+
+    def note_chunk(self, chunk: KVBatchMeta, seconds: float, ranks: Sequence[int]) -> None:
+        """After a chunk, which began on these ranks."""
+        limit = self._trainer.config.actor_rollout_ref.rollout.response_length
+        for tag in list_samples(chunk):
+            self._lengths.observe(tag["response_len"], 0, tag["response_len"] < limit)
+
+    def _may_leave(self, groups: set[str]) -> bool:
+        """Whether the GPUs may leave the round now, with these groups complete."""
+        trainer = self._trainer
+        rollout, batch = trainer.config.actor_rollout_ref.rollout, trainer.config.data.train_batch_size
+        staying, leaving = (ray.get([actor.load.remote() for actor in manager.server_handles])
+                            for manager in (trainer.standalone_server_manager, trainer.llm_server_manager))  # fmt: skip
+        running, waiting, tokens = (
+            sum(getattr(report, name) for report in staying + leaving) for name in ("running", "waiting", "tokens")
+        )
+        tags = [
+            tag for key, tag in trainer.replay_buffer.partitions["train"].items() if key.partition("_")[0] in groups
+        ]
+        prompt = sum(tag["prompt_len"] for tag in tags) // max(len(tags), 1)
+        load = make_load(running, waiting, tokens, prompt, rollout.response_length)
+        outlook = look_ahead(load, self._lengths) if len(load) else None
+        training = Training(
+            samples=batch * rollout.n, complete=len(groups) * rollout.n, ready=sum_tokens(tags), seconds_per_token=0.0
+        )
+        room = sum(report.kv_free + report.tokens for report in staying)
+        return outlook is None or decide_by_room(training, outlook, room).move is Move.LEND
+
+
+@register_trainer(MODE)
+class AdaptiveStream(AdaptiveTrainer, PPOTrainerSeparateAsync):
+    """With ``trainer.v1.separate_async.hybrid_rollout.enable_switch`` the trainer's GPUs generate, too, until they are
+    to train.  They are handed over as whole replicas, and their requests go on elsewhere, from their tokens."""
+
+    mode, tail_batching_at = "separate_async", f"trainer.v1.{MODE}"
+    announces_steps = streams = True
+    step_class, worker_class = StreamStep, SummingWorker
+    stream: StreamStep
+
+    def __init__(self, config: DictConfig) -> None:
+        options.check_stream(config, MODE, self.mode)
+        super().__init__(config)
+        self.gpus = TrainerGpus(self)
+        self._hands_over = self.hybrid_rollout_config.enable_switch
+        # verl's own rule when to hand replicas over is about prefetched prompts.
+        self.hybrid_rollout_config = replace(self.hybrid_rollout_config, enable_switch=False)
+
+    def on_step_begin(self) -> None:
+        if not self._hands_over:
+            super().on_step_begin()
+
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
+        self.stream = self.step_class(self, self.gpus)
+        return self.stream.run(metrics, timing_raw)
+
+    def _wait_for_sampleable_and_switch(self) -> dict[str, Any]:
+        """verl's hook, when the prompts are started: wait until replicas are handed over to the trainer, and do it."""
+        if not self.gpus.ranks:
+            with marked_timer("switch_wait", self.timing_raw, color="yellow"):
+                self.stream.follow_round()
+            with marked_timer("switch_to_trainer", self.timing_raw, color="cyan"):
+                self.switch_to_trainer()
+        return {}
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         """verl's own is a whole batch."""
         return dp_size
 
-    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """Only to compare them with the engine's: else they are those of the pass that computes gradients."""
-        if not self.config.actor_rollout_ref.rollout.calculate_log_probs:
-            return batch
-        return super()._compute_old_log_prob(self._fit_passes(batch), metrics)
-
-    def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        return super()._compute_ref_log_prob(self._fit_passes(batch), metrics)
-
-    def _fit_passes(self, batch: KVBatchMeta) -> KVBatchMeta:
-        """verl's passes without gradients want whole micro-batches; what is set here lasts for one of them."""
-        passes = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.ref
-        if sizes := [size for one in passes if (size := one.log_prob_micro_batch_size_per_gpu) is not None]:
-            batch.extra_info["micro_batch_size_per_gpu"] = math.gcd(len(batch) // self._count_trainer_ranks(), *sizes)
-        return batch
-
-    def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """The gradients of a chunk."""
-        self._add_gradients(batch, metrics)
-        return batch
-
-    def _add_gradients(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> set[str]:
-        """Those of a balanced batch; returns what was not trained on, since the ranks were interrupted."""
-        shares = self._divide(batch)
-        futures = self.actor_rollout_wg.add_gradients(shares)
-        while len(ray.wait(futures, num_returns=len(futures), timeout=POLL_SECONDS)[0]) < len(futures):
-            self._look_while_training(metrics)
-        given = {key for share in shares if share for key in share.keys}
-        added = zip(shares, ray.get(futures), strict=True)
-        return given - {share.keys[row] for share, sums in added if share for row in sums.rows}
-
-    def _look_while_training(self, metrics: dict[str, Any]) -> set[str]:
-        """Useless groups are replaced, and a full batch stops what else runs; groups that are complete."""
-        there = self._look_for_groups(metrics)
-        if len(there) < self._left:
-            self._lacked_at = time.perf_counter()
-        return there
-
-    def _is_generated(self) -> bool:
-        """Whether it is known that no engine has anything of the step any more; rewards may still come."""
-        return isinstance(self.replay_buffer, ChunkedTailBatchingBuffer) and self.replay_buffer.is_generated
-
-    def _divide(self, batch: KVBatchMeta) -> list[KVBatchMeta | None]:
-        """A balanced batch by data-parallel ranks, without what verl has filled it up with."""
-        training = self._list_training_ranks()
-        size = -(-len(batch) // len(training))
-        shares: list[KVBatchMeta | None] = [None] * self._count_trainer_ranks()
-        for first, rank in zip(range(0, len(batch), size), training, strict=False):
-            part = range(first, min(first + size, len(batch)))
-            if rows := [i for i in part if not batch.tags[i].get("is_padding")]:
-                shares[rank] = KVBatchMeta(
-                    partition_id=batch.partition_id, keys=[batch.keys[i] for i in rows],
-                    tags=[batch.tags[i] for i in rows], extra_info=dict(batch.extra_info),
-                )  # fmt: skip
-        return shares
-
-    def _list_training_ranks(self) -> Sequence[int]:
-        """Data-parallel ranks that the next chunk is for."""
-        return range(self._count_trainer_ranks())
-
-    def _count_trainer_ranks(self) -> int:
-        """Data-parallel ones."""
-        return self.actor_rollout_wg.world_size
-
-    def _finish_update(self, sequences: int) -> dict[str, Any]:
-        """Divide, clip, update; verl's metrics of an update."""
-        output = self.actor_rollout_wg.finish_step(sequences)[0]
-        found = rename_dict(tensordict_utils.get(output, "metrics"), "actor/")
-        found["perf/mfu/actor"] = found.pop("actor/mfu")
-        return reduce_metrics(found)
-
-
-class _OneVersion(PPOTrainerSeparateAsync):
-    """verl's trainer, which keeps no copy of the weights: they stay as they are until the step's only update."""
-
-    _compute_old_log_prob = PPOTrainer._compute_old_log_prob
-
-
-@register_trainer(MODE)
-class AdaptiveStream(Stream, AdaptiveSeparateAsync, _OneVersion):
-    """With ``trainer.v1.separate_async.hybrid_rollout.enable_switch`` the trainer's GPUs generate, too, until they are
-    to train (:func:`sglang_pat.policies.lending.decide_by_room`).  They change sides as whole replicas, and their
-    requests go on elsewhere, from their tokens.
-    """
-
-    _tail_batching_at = f"trainer.v1.{MODE}"
-
-    def __init__(self, config: DictConfig) -> None:
-        check(config, MODE)
-        if not (nodes := config.actor_rollout_ref.rollout.nnodes) > 0:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.nnodes is {nodes}, must be at least 1 with {WHERE}: engines need GPUs of "
-                "their own to generate while the trainer trains"
-            )
-        if config.actor_rollout_ref.rollout.checkpoint_engine.backend == "naive":
-            raise ValueError(
-                "actor_rollout_ref.rollout.checkpoint_engine.backend is naive, must be another one, e.g. nccl, with "
-                f"{WHERE}: weights go to other GPUs"
-            )
-        super().__init__(set_mode(config, "separate_async"))
-        self._shares_gpus = self.hybrid_rollout_config.enable_switch
-        # verl's own rule when to switch is about prefetched prompts.
-        self.hybrid_rollout_config = replace(self.hybrid_rollout_config, enable_switch=False)
-
-    def on_step_begin(self) -> None:
-        if not self._shares_gpus:
-            super().on_step_begin()
-
     def on_step_end(self) -> None:
+        self.engines.announce(EndRound())
         super().on_step_end()
-        if self._shares_gpus and self.global_steps < self.total_training_steps:
+        if self._hands_over and self.global_steps < self.total_training_steps:
             with marked_timer("switch_to_rollout", self.timing_raw, color="cyan"):
                 self.switch_to_rollout()
 
-    def _wait_for_sampleable_and_switch(self) -> dict[str, Any]:
-        """Until the trainer's GPUs are its own."""
-        if self.current_mode != HybridEngineMode.ROLLOUT:
-            return {}
-        found, last = {}, time.time()
-        with marked_timer("switch_wait", self.timing_raw, color="yellow"):
-            batch, asked = self.config.data.train_batch_size, 0
-            while (groups := len(there := self._look_for_groups(found))) < batch:
-                if self._is_generated():
-                    break
-                if groups != asked and self._may_leave(there):
-                    break
-                asked = groups
-                last = self.replay_buffer._wait_for_next_poll("train", last)
-        with marked_timer("switch_to_trainer", self.timing_raw, color="cyan"):
-            self.switch_to_trainer()
-        return found | {SWITCHED_AT: min(groups / batch, 1.0)}
 
-    def _may_leave(self, there: set[str]) -> bool:
-        """Whether the trainer's GPUs may leave the round now, with these groups complete."""
-        rollout, batch = self.config.actor_rollout_ref.rollout, self.config.data.train_batch_size
-        staying, others = ([handle.load.remote() for handle in manager.server_handles]
-                           for manager in (self.standalone_server_manager, self.llm_server_manager))  # fmt: skip
-        staying, others = ray.get(staying), ray.get(others)
-        running, waiting, tokens = (
-            sum(getattr(report, name) for report in staying + others) for name in ("running", "waiting", "tokens")
-        )
-        tags = [tag for key, tag in self.replay_buffer.partitions["train"].items() if key.partition("_")[0] in there]
-        prompt = sum(tag["prompt_len"] for tag in tags) // max(len(tags), 1)
-        load = make_load(running, waiting, tokens, prompt, rollout.response_length)
-        outlook = look_ahead(load, self._history) if len(load) else None
-        training = Training(
-            samples=batch * rollout.n, complete=len(there) * rollout.n, seconds_per_token=0.0,
-            ready=sum(tag["prompt_len"] + tag["response_len"] for tag in tags),
-        )  # fmt: skip
-        room = sum(report.kv_free + report.tokens for report in staying)
-        return outlook is None or decide_by_room(training, outlook, room).move is Move.LEND
-
-
-def count_least(wanted: int) -> int:
-    """Groups of a chunk at least, of so many that are left: each chunk costs something, and the last ones are to be
+def count_least(left: int) -> int:
+    """Groups of a chunk at least, of those that are left: each chunk costs something, and the last ones are to be
     small, because nothing hides them."""
-    return max(1, int(CHUNK * wanted))
+    return max(1, int(CHUNK * left))
 
 
-def _count_sequences(batch: KVBatchMeta) -> int:
-    return sum(not tag.get("is_padding") for tag in batch.tags)
+def list_samples(batch: KVBatchMeta) -> list[dict[str, Any]]:
+    """verl's tags of a batch's samples, without what it is filled up with."""
+    return [tag for tag in batch.tags if not tag.get("is_padding")]
+
+
+def sum_tokens(tags: Iterable[Mapping[str, Any]]) -> int:
+    """Tokens of prompts and responses, by verl's tags."""
+    return sum(tag["prompt_len"] + tag["response_len"] for tag in tags)
+
+
+def _choose(batch: KVBatchMeta, rows: Sequence[int]) -> KVBatchMeta:
+    """These samples of a batch, in this order."""
+    return KVBatchMeta(
+        partition_id=batch.partition_id, keys=[batch.keys[i] for i in rows], tags=[batch.tags[i] for i in rows],
+        extra_info=dict(batch.extra_info),
+    )  # fmt: skip
+
+
+def _deal(batch: KVBatchMeta, keys: set[str], ranks: int) -> KVBatchMeta:
+    """Some samples of a batch, in an order in which equal parts are for ranks with about the same work."""
+    rows = sorted((i for i, key in enumerate(batch.keys) if key in keys), key=lambda i: -batch.tags[i]["seq_len"])
+    return _choose(batch, [i for rank in range(ranks) for i in rows[rank::ranks]])
 
 
 def check_samples(batch: KVBatchMeta, version: int) -> None:
@@ -379,12 +395,12 @@ def check_samples(batch: KVBatchMeta, version: int) -> None:
         if was_stopped(fields):
             raise RuntimeError(f"response {key} was stopped before its end, must be whole: a step trains on such only")
         runs = fields.get(STEPS) or ((0, None),)
-        if runs[0][0] == 0 and all(found == version for _, found in runs):
+        if runs[0][0] == 0 and all(generated == version for _, generated in runs):
             continue  # as nearly always: a step has millions of tokens
         versions = expand_runs(runs, len(mask))
-        for i, (generated, found) in enumerate(zip(mask.tolist(), versions, strict=True)):
-            if generated and found != version:
+        for i, (counts, generated) in enumerate(zip(mask.tolist(), versions, strict=True)):
+            if counts and generated != version:
                 raise RuntimeError(
-                    f"token {i} of response {key} is of the weights of step {found}, must be of step {version}: all "
-                    "that a step trains on is of its weights"
+                    f"token {i} of response {key} is of the weights of step {generated}, must be of step {version}: "
+                    "all that a step trains on is of its weights"
                 )

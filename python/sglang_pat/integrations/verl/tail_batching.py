@@ -17,128 +17,78 @@ verl's loop sets three limits:
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, _accumulate_eviction_metrics
 from verl.utils import tensordict_utils
 
+from sglang_pat.integrations.verl.reward_ledger import TrainerLedger
 from sglang_pat.messages import BeginRound
+from sglang_pat.rollout import records
 from sglang_pat.rollout.admitter import Admitter
-from sglang_pat.rollout.records import (
-    Abort,
-    Action,
-    Judge,
-    Launch,
-    NeedPrompts,
-    Output,
-    PromptKey,
-    ReturnGroup,
-    RoundOver,
-    SampleId,
-    Span,
-    Summary,
-)  # fmt: skip
 from sglang_pat.rollout.rounds import make_announcement
 from sglang_pat.rollout.rules import Rules
 from sglang_pat.rollout.state import LONG
 
-OPTIONS = {"tail_batching", "eta_prompts", "max_deferrals", "unbiased"}
-"""Of ``trainer.v1.sglang_pat_sync`` and of the modes that stream."""
-MODES = ("strict", "reorder")
-TRAINER_MODES = ("sglang_pat_sync", "sglang_pat_stream", "sglang_pat_stream_lent")
-"""In which there is tail batching."""
+if TYPE_CHECKING:
+    from sglang_pat.integrations.verl.trainers import AdaptiveTrainer
 
-POLL_SECONDS = 0.5
-"""Between two looks at what is complete; verl's two seconds are the length of a small step."""
+logger = logging.getLogger(__name__)
 
 
-def is_used(config: DictConfig) -> bool:
-    """Whether a job asks for it.
-
-    The name of its trainer mode does not say so: the trainer gives its workers a configuration with verl's own name.
-    """
-    version = config.trainer.v1
-    return any((version.get(mode) or {}).get("tail_batching") in MODES for mode in TRAINER_MODES)
-
-
-def read_rules(
-    options: Mapping[str, Any], where: str, num_prompts: int, num_responses: int, filter_groups: bool = False
-) -> Rules | None:
-    """What a trainer mode's options ask for; None: no tail batching.
+class TailBatching:
+    """Tail batching of a job: its buffer, and what that asks of the trainer.
 
     Args:
-        options: of the mode.
-        where: they are, e.g. ``trainer.v1.sglang_pat_sync``.
-        filter_groups: some groups are not to be trained on.
+        rules: of the admitter.
+        streams: whether the trainer gets the groups of a step as they are taken.
 
-    Raises:
-        ValueError: an unknown option, or a value that cannot be; one line.
+    Attributes:
+        ledger: says which responses have ended; it is there from the trainer's setup on.
     """
-    unknown = sorted(set(options) - OPTIONS)
-    if unknown:
-        raise ValueError(f"{where} has no option {unknown[0]!r}; choose from {', '.join(sorted(OPTIONS))}")
-    mode = options.get("tail_batching")
-    if mode in (None, False, "off"):
-        return None
-    if mode == "partial":
-        raise ValueError(
-            f"{where}.tail_batching is 'partial', must be {', '.join(MODES)} or off: verl starts each response from "
-            "its prompt here; for partial rollout set trainer.v1.trainer_mode=sglang_pat_colocate_async"
-        )
-    if mode not in MODES:
-        raise ValueError(f"{where}.tail_batching is {mode!r}, must be {', '.join(MODES)} or off")
-    given = {name: value for name, value in options.items() if name != "tail_batching"}
-    try:
-        return Rules(
-            num_prompts=num_prompts, num_responses=num_responses, mode=mode, eta_responses=1.0,
-            filter_groups=filter_groups, **given,
+
+    ledger: TrainerLedger
+
+    def __init__(self, trainer: AdaptiveTrainer, rules: Rules, streams: bool) -> None:
+        self._trainer, config = trainer, trainer.config
+        groups, sampler = config.algorithm.get("filter_groups") or {}, config.trainer.v1.sampler
+        metric = trainer._resolve_filter_groups_metric()
+        most_batches = max(groups.get("max_num_gen_batches", 0), 0) if metric else 0
+        if most_batches:  # of which verl has just said that it is ignored
+            logger.warning("algorithm.filter_groups.max_num_gen_batches=%s holds with tail batching", most_batches)
+        self.buffer = (ChunkedTailBatchingBuffer if streams else TailBatchingBuffer)(
+            rules, config.actor_rollout_ref.rollout.response_length, self._submit,
+            trainer.engines.stop_requests if streams else self._abort, trainer.engines.announce, most_batches,
+            # With a filter a step goes on until verl has the rewards.
+            take_ends=dict if rules.filter_groups else lambda: self.ledger.take_ends(trainer.global_steps),
+            drop=lambda uids: self.ledger.drop(trainer.global_steps, uids),
+            trainer_mode=trainer.trainer_mode, trainer_config=config.trainer.v1.get(trainer.trainer_mode, {}),
+            max_off_policy_threshold=sampler.max_off_policy_threshold,
+            max_off_policy_strategy=sampler.max_off_policy_strategy, sampler_kwargs=sampler.sampler_kwargs,
+            refill_fn=trainer._add_prompts_to_generate, filter_groups_metric=metric,
+            sync_refill_failed_groups=bool(sampler.get("sync_refill_failed_groups")), gen_batch_size=1,
         )  # fmt: skip
-    except ValueError as error:
-        raise ValueError(f"{where}.{error}") from None
 
+    def begin_step(self) -> None:
+        """Start the step's prompts."""
+        self.buffer.begin(self._trainer.global_steps, self._trainer._fetch_one_gen_batch)
 
-def check_beside(config: DictConfig, mode: str, where: str, rules: Rules) -> None:
-    """Refuse what a job cannot have beside tail batching.
+    def _submit(self, rows: list[TensorDict]) -> None:
+        batch = tensordict_utils.concat_tensordict(rows)
+        tensordict_utils.assign_non_tensor_data(batch, "global_steps", self._trainer.global_steps)
+        self._trainer._submit_batch_to_rollout(batch)
 
-    Args:
-        config: of the job.
-        mode: verl's name of the trainer mode.
-        where: the options of tail batching are.
-        rules: that follow from them.
-
-    Raises:
-        ValueError: in one line that names the setting.
-    """
-    rollout, sampler = config.actor_rollout_ref.rollout, config.trainer.v1.sampler
-    groups = config.algorithm.get("filter_groups") or {}
-    if rules.unbiased and rollout.multi_turn.enable:
-        raise ValueError(
-            f"{where}.unbiased is true, must be false with "
-            "actor_rollout_ref.rollout.multi_turn.enable: what stops a prompt is time then, not length"
-        )
-    if (steps := config.trainer.v1.get(mode, {}).get("parameter_sync_step", 1)) != 1:
-        raise ValueError(
-            f"trainer.v1.{mode}.parameter_sync_step is {steps}, must be 1 (or left out) with "
-            f"{where}.tail_batching: a step has one batch, for one update"
-        )
-    if (custom := sampler.get("custom_sampler") or {}).get("path"):
-        raise ValueError(
-            f"trainer.v1.sampler.custom_sampler.path is {custom['path']!r}, must be left out with "
-            f"{where}.tail_batching: it chooses the prompts of a step itself"
-        )
-    if groups.get("enable") and (batches := groups.get("max_inflight_gen_batches", 1)) != 1:
-        raise ValueError(
-            f"algorithm.filter_groups.max_inflight_gen_batches is {batches}, must be 1 (or left out) with "
-            f"{where}.tail_batching: how many prompts run at once follows from eta_prompts and from how many "
-            "groups were of use"
-        )
+    def _abort(self) -> None:
+        """End all that the engines generate."""
+        self._trainer.checkpoint_manager.abort_replicas()
+        self._trainer.checkpoint_manager.resume_generation_replicas()
 
 
 class TailBatchingBuffer(ReplayBuffer):
@@ -171,27 +121,27 @@ class TailBatchingBuffer(ReplayBuffer):
         drop: Callable[[set[str]], None] = lambda uids: None,
         **named: Any,
     ) -> None:
-        super().__init__(poll_interval=POLL_SECONDS, **named)
+        super().__init__(**named)
         self._admitter = Admitter(rules)
         self._limit = limit
         self._submit, self._stop, self._announce = submit, stop, announce
         self._take_ends, self._drop = take_ends, drop
         self._ends: defaultdict[str, dict[int, int]] = defaultdict(dict)
-        """Of this round, what was told of responses."""
+        """Tokens of the responses of this round that are known to have ended, by uid and session."""
         self._fetch: Callable[[], TensorDict] | None = None
         """More prompts of the data."""
         self._most_judged = most_batches * rules.num_prompts
         self._judged = 0
         """Groups of this round."""
-        self._complete: dict[str, PromptKey] = {}
+        self._complete: dict[str, records.PromptKey] = {}
         """Groups that wait for a verdict, by uid, in the order in which they were completed."""
         self._evicted: dict[str, Any] = {}
         """verl's figures of the useless groups of this round."""
         self._rows: dict[int, TensorDict] = {}
         """Prompts that were not trained on yet, by their index."""
         self._fed = 0
-        self._under_way: dict[str, dict[int, SampleId]] = {}
-        """By uid and session, what verl's workers have."""
+        self._under_way: dict[str, dict[int, records.SampleId]] = {}
+        """Responses that verl's workers have, by uid and session."""
         self._started: dict[str, float] = {}
         """When, by uid, by the machine's monotonic clock."""
         self._unsettled: set[str] = set()
@@ -199,14 +149,16 @@ class TailBatchingBuffer(ReplayBuffer):
         self._begun = self._over_at = 0.0
         """The round, by the same clock."""
         self._uids: dict[tuple[int, int], str] = {}
-        """Of this round, by index and number of the draw (``rollout/redraws.py``)."""
+        """Uids of this round, by index and number of the draw (``rollout/redraws.py``)."""
         self._taken: list[str] = []
+        self._given: set[str] = set()
+        """Uids of this step that a trainer that streams has."""
         self._failed: set[str] = set()
         """Uids of those that are taken and lack responses."""
         self._over, self._stopped = True, False
         self._rewarded_at: float | None = None
         """When all that are taken had their rewards, by the same clock."""
-        self.summary: Summary | None = None
+        self.summary: records.Summary | None = None
 
     def get_state(self) -> dict[str, Any]:
         """Between two steps: what another process needs to go on, the prompts that wait among it."""
@@ -230,6 +182,7 @@ class TailBatchingBuffer(ReplayBuffer):
         self._judged, self._evicted, self._stopped, self._rewarded_at = 0, {}, False, None
         self._failed.clear()
         self._uids.clear()
+        self._given.clear()
         self._complete.clear()
         self._ends.clear()
         self._take_ends()  # from now on they are kept
@@ -237,8 +190,8 @@ class TailBatchingBuffer(ReplayBuffer):
         self._announce(make_announcement(self._admitter, BeginRound().name, {"max_new_tokens": self._limit}))
         self._do(actions)
 
-    def _feed(self, prompts: int) -> list[Action]:
-        """So many or a few more.  All at once: each call of the admitter goes through all keys that there ever were."""
+    def _feed(self, prompts: int) -> list[records.Action]:
+        """Feed so many or a few more, at once: each call of the admitter goes through all keys that there ever were."""
         assert self._fetch is not None, "a step has begun"
         first = self._fed
         while self._fed < first + prompts:
@@ -255,7 +208,7 @@ class TailBatchingBuffer(ReplayBuffer):
         metrics = self.end_step(global_steps)
         snapshot = dict(self.partitions[partition_id])
         if set(self._taken).isdisjoint(_get_uids(snapshot)):
-            raise make_no_response_error(len(self._taken))
+            raise NoResponseError(len(self._taken))
         return self._materialize_batch(partition_id, self._taken, snapshot), metrics
 
     def end_step(self, global_steps: int) -> dict[str, Any]:
@@ -342,43 +295,43 @@ class TailBatchingBuffer(ReplayBuffer):
             if not left:
                 del self._under_way[uid], self._started[uid]
 
-    def _report_response_end(self, sample: SampleId, tokens: int, seconds: float, stopped: bool) -> None:
+    def _report_response_end(self, sample: records.SampleId, tokens: int, seconds: float, stopped: bool) -> None:
         under_way = self._admitter.state.round
         assert under_way is not None, "a sample ends in its round"
-        spans = [Span(under_way.version, tokens)]
+        spans = [records.Span(under_way.version, tokens)]
         if stopped:
-            return self._do(self._admitter.record_stopped(sample, Output(spans=spans)))
+            return self._do(self._admitter.record_stopped(sample, records.Output(spans=spans)))
         reason = "length" if tokens >= self._limit else "stop"
         return self._do(
-            self._admitter.record_finished(sample, Output(spans=spans, finish_reason=reason, seconds=seconds))
+            self._admitter.record_finished(sample, records.Output(spans=spans, finish_reason=reason, seconds=seconds))
         )
 
-    def _do(self, actions: Iterable[Action]) -> None:
-        draws: dict[tuple[int, int], dict[int, SampleId]] = defaultdict(dict)
+    def _do(self, actions: Iterable[records.Action]) -> None:
+        draws: dict[tuple[int, int], dict[int, records.SampleId]] = defaultdict(dict)
         responses, lacks = self._admitter.rules.num_responses, 0
         for action in actions:
             match action:
-                case Launch(sample=sample):
+                case records.Launch(sample=sample):
                     draw, session = divmod(sample.number, responses)
                     draws[sample.index, draw][session] = sample
-                case ReturnGroup(group=group):
+                case records.ReturnGroup(group=group):
                     del self._rows[group.index]
                     self._taken.append(self._uids[group.index, group.rejected])
-                case Judge(group=group):
+                case records.Judge(group=group):
                     self._complete[self._uids[group.index, group.rejected]] = group.key
-                case NeedPrompts(prompts=prompts):
+                case records.NeedPrompts(prompts=prompts):
                     lacks += prompts
-                case RoundOver(summary=summary):
+                case records.RoundOver(summary=summary):
                     self._over, self._over_at = True, time.monotonic()
                     self.summary = self._admitter.record_round_time(summary, time.monotonic() - self._begun)
-                case Abort():
+                case records.Abort():
                     pass  # all that are left, together: see sample
         if draws:
             self._start(draws)
         if lacks:
             self._do(self._feed(lacks))
 
-    def _start(self, draws: Mapping[tuple[int, int], dict[int, SampleId]]) -> None:
+    def _start(self, draws: Mapping[tuple[int, int], dict[int, records.SampleId]]) -> None:
         """Each draw with all its responses; draws of one prompt are prompts of their own to verl."""
         rows = []
         for (index, draw), samples in draws.items():
@@ -393,39 +346,25 @@ class TailBatchingBuffer(ReplayBuffer):
     def _make_metrics(self) -> dict[str, float]:
         summary = self.summary
         assert summary is not None and self._rewarded_at is not None, "asked after a round"
-        found = {
+        names = "redraws", "mean_returned", "mean_undropped", "mean_undropped_error", "mean_seconds", "plain_seconds"
+        metrics = {name: getattr(summary, name) for name in names} | {
             "long_round": float(summary.kind == LONG),
             "stopped_prompts": summary.deferred,
             "failed_prompts": len(self._failed),
             "waiting_prompts": len(summary.ages),
             "oldest_waiting": max(summary.ages, default=0),
-            "redraws": summary.redraws,
-            "mean_returned": summary.mean_returned,
-            "mean_undropped": summary.mean_undropped,
-            "mean_undropped_error": summary.mean_undropped_error,
-            "mean_seconds": summary.mean_seconds,
-            "plain_seconds": summary.plain_seconds,
             "reward_seconds": self._rewarded_at - self._over_at,
         }
-        return {f"training/tail_batching/{name}": value for name, value in found.items()}
+        return {f"training/tail_batching/{name}": value for name, value in metrics.items()}
 
 
 class ChunkedTailBatchingBuffer(TailBatchingBuffer):
-    """The same for a trainer that streams: it gets groups as soon as the admitter has taken them and their rewards are
+    """A buffer for a trainer that streams: it gets groups as soon as the admitter has taken them and their rewards are
     there.  Of verl's asynchronous buffer it has what such a trainer asks for.
 
     Between two calls of :meth:`begin`: :meth:`wait_for_sampleable` and :meth:`sample` until the batch is there, then
     :meth:`end_step`.
     """
-
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
-        self._given: set[str] = set()
-        """Uids of this step that the trainer has."""
-
-    def begin(self, version: int, fetch: Callable[[], TensorDict]) -> None:
-        self._given.clear()
-        super().begin(version, fetch)
 
     @property
     def is_generated(self) -> bool:
@@ -437,7 +376,7 @@ class ChunkedTailBatchingBuffer(TailBatchingBuffer):
         return sum(map(len, self._under_way.values()))
 
     def count_spare(self) -> int:
-        """Those of them that the batch can do without, if each of the others is one that it takes."""
+        """Running responses that the batch can do without, if each of the others is one that it takes."""
         rules, running = self._admitter.rules, self.count_running()
         ended = len(self._under_way) * rules.num_responses - running  # while their group goes on
         needed = (rules.num_prompts - len(self._taken)) * rules.num_responses - ended
@@ -448,7 +387,7 @@ class ChunkedTailBatchingBuffer(TailBatchingBuffer):
         return len(self._list_sampleable())
 
     def wait_for_sampleable(self, global_steps: int, partition_id: str, target_count: int) -> tuple[set[str], dict]:
-        """Until so many groups are there.
+        """Wait until so many groups are there.
 
         Returns:
             uids of those that are; verl's figures of useless groups since the last call.
@@ -459,7 +398,7 @@ class ChunkedTailBatchingBuffer(TailBatchingBuffer):
         return set(self._list_sampleable()), self._take_evicted()
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
-        """So many groups of those that are there.
+        """Take so many groups of those that are there.
 
         Raises:
             NoResponseError: all responses of these groups have failed.
@@ -472,7 +411,7 @@ class ChunkedTailBatchingBuffer(TailBatchingBuffer):
         batch = self._materialize_batch(partition_id, chosen, dict(self.partitions[partition_id]))
         if not batch.keys:
             _accumulate_eviction_metrics(self._evicted, metrics, 0)
-            raise make_no_response_error(len(chosen))
+            raise NoResponseError(len(chosen))
         return batch, metrics
 
     def _list_sampleable(self) -> list[str]:
@@ -480,15 +419,14 @@ class ChunkedTailBatchingBuffer(TailBatchingBuffer):
 
 
 class NoResponseError(RuntimeError):
-    """Nothing of some groups can be trained on."""
+    """Nothing of some groups can be trained on; the argument is the number of their prompts."""
 
-
-def make_no_response_error(prompts: int) -> NoResponseError:
-    return NoResponseError(f"no response to train on: all {prompts} prompts of the step have failed")
+    def __str__(self) -> str:
+        return f"no response to train on: all {self.args[0]} prompts of the step have failed"
 
 
 def _get_uids(keys: Iterable[str]) -> set[str]:
-    """Of responses, by their keys, ``uid_session_index``."""
+    """Uids of responses, by their keys, ``uid_session_index``."""
     return {key.split("_")[0] for key in keys}
 
 
@@ -510,7 +448,7 @@ def _get_uid(row: TensorDict) -> str:
 
 
 def _copy_with_new_uid(row: TensorDict) -> TensorDict:
-    """The same prompt with a uid of its own."""
+    """A copy of a prompt, with a uid of its own."""
     other = row.clone(recurse=False)
     tensordict_utils.assign_non_tensor_stack(other, "uid", [str(uuid.uuid4())])
     return other

@@ -1,0 +1,239 @@
+"""verl's trainer whose engines own its GPUs, and lend it ranks while the last responses are generated:
+``trainer.v1.trainer_mode=sglang_pat_stream_lent``.
+
+Its step is :class:`~sglang_pat.integrations.verl.streaming.StreamStep`; :class:`LentRanks` says who has the GPUs.
+
+All ranks generate at first.  When it pays, or, without a profile, when KV fits (:mod:`sglang_pat.policies.lending`),
+each engine lends every second rank.  Those of the trainer's replicas that have their GPUs train on the groups that are
+complete.  The other ranks go on with all requests.  When the batch is complete, or earlier if that is faster, the ranks
+go back.  Then the engines sleep, and all replicas train on the rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import ray
+import torch
+from omegaconf import DictConfig
+from ray.actor import ActorHandle
+from torch.distributed.device_mesh import DeviceMesh
+from transfer_queue import KVBatchMeta
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
+from verl.utils.debug import marked_timer
+from verl.utils.device import get_device_name
+from verl.utils.memory_utils import aggressive_empty_cache
+from verl.workers.engine.fsdp import transformer_impl
+
+from sglang_pat.integrations.verl import options
+from sglang_pat.integrations.verl.bell import Bell
+from sglang_pat.integrations.verl.gradient_sums import SummingWorker
+from sglang_pat.integrations.verl.streaming import StreamStep, list_samples, sum_tokens
+from sglang_pat.integrations.verl.tail_batching import ChunkedTailBatchingBuffer
+from sglang_pat.integrations.verl.trainers import AdaptiveTrainer
+from sglang_pat.messages import EndRound
+from sglang_pat.policies.lending import STRIDE, Move, Training, TrainingPace
+
+MODE = f"{options.PREFIX}stream_lent"
+
+
+def list_replicas(ranks: int, size: int, engine: int) -> list[list[int]]:
+    """The trainer's ranks, one list a replica, such that a replica has lent ranks of one engine only, or none.
+
+    Args:
+        ranks: of the trainer.
+        size: ranks of a replica.
+        engine: ranks of an engine; every second one may be lent.
+    """
+    replicas = engine // size
+    return [
+        list(range(first + i, first + engine, replicas)) for first in range(0, ranks, engine) for i in range(replicas)
+    ]
+
+
+class LentWorker(SummingWorker):
+    """Its replicas are strided.  Each does what a chunk needs without the others: the pass of the reference policy,
+    and an early end."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        engine = self.config.rollout.tensor_model_parallel_size
+
+        def make_mesh(world_size: int, fsdp_size: int) -> DeviceMesh:
+            replicas = torch.tensor(list_replicas(world_size, fsdp_size, engine))
+            return DeviceMesh(get_device_name(), replicas, mesh_dim_names=("ddp", "fsdp"))
+
+        with patch.object(transformer_impl, "create_device_mesh", make_mesh):
+            super().init_model()
+        self.actor.reference = self.ref
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def listen(self, bell: ActorHandle) -> None:
+        """From now on a chunk ends early when the bell was rung."""
+        self.actor.is_interrupted = lambda: ray.get(bell.is_rung.remote())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def empty_cache(self) -> None:
+        """Empty the allocator's cache: what its GPU has free is the engine's."""
+        aggressive_empty_cache(force_sync=True)
+
+
+class LentRanks:
+    """GPUs that are the engines', of which the trainer gets those that are lent until the engines sleep; attributes and
+    methods as of :class:`~sglang_pat.integrations.verl.streaming.TrainerGpus`."""
+
+    ranks: Sequence[int] = ()
+    train_alone = True
+    left_at: float | None = None
+
+    def __init__(self, trainer: AdaptiveStreamLent) -> None:
+        self._trainer = trainer
+        self._pace = TrainingPace()
+        self._lent: dict[int, list[int]] = {}
+        """Ranks that an engine has lent; none: it lends no more in this step."""
+        self._asked_at = 0
+        """How many groups were complete when engines that have lent nothing were last asked."""
+        self.generates = False
+        """Whether the engines are awake."""
+        self._rung = False
+
+    def listen(self) -> None:
+        """From now on the trainer's ranks hear the bell."""
+        self.bell = ray.remote(self._trainer.bell_class).options(num_cpus=0).remote()
+        self._trainer.actor_rollout_wg.listen(self.bell)
+
+    def begin_step(self) -> None:
+        self.ranks, self.left_at, self.generates = (), 1.0, True
+        self._lent, self._asked_at = {}, 0
+        self._pace.begin_step(time.monotonic())
+
+    def follow(self, step: StreamStep, groups: set[str], is_training: bool) -> None:
+        """Ranks are lent and taken back, and the engines sleep.  Ranks that are training are interrupted for it."""
+        if not self.generates:
+            return
+        complete, over = step.count_complete(groups), len(groups) >= step.left or step.is_generated()
+        moves = {} if over else self.ask_policy(step, complete, groups)
+        if is_training:
+            if over or {Move.LEND, Move.TAKE_BACK} & set(moves.values()):
+                self._asked_at = 0  # they are asked again, when it is done
+                self._ring(True)
+        elif over:
+            self._end_generation()
+        else:
+            self._make_moves(moves, complete / step.batch)
+
+    def ask_policy(self, step: StreamStep, complete: int, groups: set[str]) -> dict[int, Move]:
+        """What each engine is to do now.
+
+        Args:
+            complete: groups of the batch.
+            groups: those of them that were not trained on.
+        """
+        engines, is_new = self._trainer.engines.list_actors(), complete != self._asked_at
+        self._asked_at = complete
+        waiting = [engine for engine in range(len(engines)) if engine not in self._lent and is_new]
+        asked = waiting + [engine for engine, ranks in self._lent.items() if ranks]
+        if not asked:
+            return {}
+        training = self._describe_training(step, complete, groups, len(engines))
+        moves = ray.get([engines[engine].decide_lending.remote(training) for engine in asked])
+        return dict(zip(asked, moves, strict=True))
+
+    def _describe_training(self, step: StreamStep, complete: int, groups: set[str], engines: int) -> Training:
+        """An engine's part: it lends for as much of the batch as the others."""
+        n, buffer = self._trainer.config.actor_rollout_ref.rollout.n, step.buffer
+        measured = self._pace.describe(time.monotonic())
+        measured["seconds_per_token"] *= engines
+        measured["trained"] = measured.get("trained", 0) // engines
+
+        def count_tokens(uids: set[str]) -> int:
+            tags = (tag for key, tag in buffer.partitions["train"].items() if key.partition("_")[0] in uids)
+            return sum_tokens(tag for tag in tags if "response_len" in tag)
+
+        spare = buffer.count_spare() if isinstance(buffer, ChunkedTailBatchingBuffer) else 0
+        return Training(
+            samples=step.batch * n // engines, complete=complete * n // engines,
+            ready=count_tokens(groups) // engines, pending=count_tokens(buffer.running_keys["train"]) // engines,
+            spare=spare // engines, **measured,
+        )  # fmt: skip
+
+    def _make_moves(self, moves: dict[int, Move], completion: float) -> None:
+        lend, back, never = (
+            [engine for engine, move in moves.items() if move == wanted]
+            for wanted in (Move.LEND, Move.TAKE_BACK, Move.NEVER)
+        )
+        self._lent |= {engine: [] for engine in never}
+        if lend:
+            engines = self._trainer.engines.list_actors()
+            with marked_timer("switch_to_trainer", self._trainer.timing_raw, color="cyan"):
+                lent = ray.get([engines[engine].lend_ranks.remote(STRIDE) for engine in lend])
+            self._lent |= dict(zip(lend, lent, strict=True))
+            self._pace.lend(time.monotonic())
+            self.left_at = min(self.left_at or 1.0, completion)
+        if back:
+            self._take_back(back)
+        size = self._trainer.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        self.ranks = [engine * size + rank for engine, ranks in sorted(self._lent.items()) for rank in ranks]
+
+    def _take_back(self, engines: Iterable[int]) -> None:
+        engines, actors = list(engines), self._trainer.engines.list_actors()
+        with marked_timer("take_back_ranks", self._trainer.timing_raw, color="cyan"):
+            self._trainer.actor_rollout_wg.empty_cache()
+            ray.get([actors[engine].lend_ranks.remote(1) for engine in engines])
+        self._lent |= {engine: [] for engine in engines}
+        if not any(self._lent.values()):
+            self._pace.take_back()
+
+    def _end_generation(self) -> None:
+        self._take_back(range(len(self._trainer.engines.list_actors())))
+        PPOTrainerColocateAsync.on_sample_end(self._trainer)  # verl's: the engines sleep
+        self.ranks, self.generates = range(self._trainer.actor_rollout_wg.world_size), False
+
+    def begin_chunk(self) -> None:
+        self._ring(False)  # the ranks may have been done when it was rung
+
+    def _ring(self, rung: bool) -> None:
+        if rung != self._rung:
+            ray.get(self.bell.set.remote(rung))
+            self._rung = rung
+
+    def note_chunk(self, chunk: KVBatchMeta, seconds: float, ranks: Sequence[int]) -> None:
+        if self.ranks == ranks:  # all of it on the same ones
+            lent = len(ranks) < self._trainer.actor_rollout_wg.world_size
+            self._pace.add(seconds, sum_tokens(list_samples(chunk)), lent=lent)
+
+
+@register_trainer(MODE)
+class AdaptiveStreamLent(AdaptiveTrainer, PPOTrainerColocateAsync):
+    """verl's ``colocate_async``, whose engines sleep when the batch is complete, and of which half trains before."""
+
+    mode, tail_batching_at = "colocate_async", f"trainer.v1.{MODE}"
+    announces_steps = streams = True
+    step_class, gpus_class, worker_class, bell_class = StreamStep, LentRanks, LentWorker, Bell
+    stream: StreamStep
+
+    def __init__(self, config: DictConfig) -> None:
+        options.check_stream(config, MODE, self.mode, lent=True)
+        super().__init__(config)
+        self.gpus = self.gpus_class(self)
+
+    def on_init_end(self) -> None:
+        self.gpus.listen()
+        super().on_init_end()
+
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
+        self.stream = self.step_class(self, self.gpus)
+        return self.stream.run(metrics, timing_raw)
+
+    def _get_required_batch_multiple(self, dp_size: int) -> int:
+        """verl's own is a whole batch."""
+        return dp_size
+
+    def on_step_end(self) -> None:
+        self.engines.announce(EndRound())
+        super().on_step_end()
