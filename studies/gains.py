@@ -8,8 +8,9 @@ with which its rounds take least in all.  Rounds are those of :mod:`studies.star
 tokens, what does not fit waits, and ``survival`` chooses where a round starts and when it goes on in another layout.
 Prefill is left out, and so are the three kernels a layer more that a merged layout has.
 
-``--store`` writes the figures to ``studies/gains.json``, seconds a round to ``gains.csv``, gains beside those of a
-second model to ``gains_compared.csv``, and the tables into README.md and docs/results/policies.md; pages quote these.
+``--store`` writes the figures to ``studies/gains.json``, seconds a round to ``gains.csv``, gains by the ``--tp`` of the
+start to ``gains_bases.csv``, those of a second model to ``gains_compared.csv``, and the table into README.md; all pages
+quote these.
 """
 
 from __future__ import annotations
@@ -46,9 +47,8 @@ from studies.starts import CORRELATION, GROUP, PROMPT, Generation, Node, make_lo
 
 ROOT = Path(__file__).resolve().parents[1]
 STORED, DETAILS = (Path(__file__).with_suffix(suffix) for suffix in (".json", ".csv"))
-COMPARED = Path(__file__).with_name("gains_compared.csv")
+BASES, COMPARED = (Path(__file__).with_name(f"gains_{name}.csv") for name in ("bases", "compared"))
 README = ROOT / "README.md"
-POLICIES = ROOT / "docs" / "results" / "policies.md"
 MACHINES = {"8×A40, PCIe": A40, "8×L40S, PCIe": L40S, "8×H100, NVLink": H100}
 MODELS = {"Llama-3.1-8B": LLAMA, "Qwen3-14B": QWEN, "Qwen2.5-32B": QWEN_32B, "Qwen3-30B-A3B": A3B}
 SIZES = (128, 512, 1024)
@@ -367,7 +367,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def store_tables(done: list[Rounds]) -> None:
     found = collect(done)
-    replace_between(POLICIES, "gains:bases", format_markdown(BASES_HEADS, list_bases(done)))
+    BASES.write_text(format_csv(BASES_HEADS, list_bases(done)))
     replace_between(README, "gains:text", format_message(done))
     replace_between(README, "gains", format_markdown((*HEADS, *format_sizes(found)), list_rows(found)))
     COMPARED.write_text(format_csv(COMPARED_HEADS, list_compared(found)))

@@ -20,8 +20,8 @@ def test_tables_of_the_pages_are_those_that_are_stored():
     assert f"<!-- gains:begin -->\n{readme}<!-- gains:end -->" in text
     assert f"gains:text:begin -->\n{gains.format_message(gains.list_stored())}<!-- gains:text:end" in text
     assert gains.format_csv(gains.DETAIL_HEADS, gains.list_details(found)) == gains.DETAILS.read_text()
-    bases = gains.format_markdown(gains.BASES_HEADS, gains.list_bases(gains.list_stored()))
-    assert f"gains:bases:begin -->\n{bases}<!-- gains:bases:end" in gains.POLICIES.read_text()
+    bases = gains.list_bases(gains.list_stored())
+    assert gains.format_csv(gains.BASES_HEADS, bases) == gains.BASES.read_text()
     assert gains.format_csv(gains.COMPARED_HEADS, gains.list_compared(found)) == gains.COMPARED.read_text()
 
 
@@ -77,7 +77,7 @@ def test_pats_own_metric():
     assert qwen.tokens == pytest.approx(340_732, abs=1) and qwen.rest == pytest.approx(57.5, abs=0.1)
     fits = pat_settings.fit_layer_seconds()
     assert fits == {"PAT's shares": pytest.approx(67.9e-6, abs=1e-7), "PAT's tokens": pytest.approx(70.6e-6, abs=1e-7)}
-    page = gains.POLICIES.read_text()
+    page = (gains.ROOT / "docs/results/policies.md").read_text()
     for (name, cap), reported in pat_settings.REPORTED.items():
         for lengths in ("PAT's shares", "PAT's tokens"):
             assert f"| {name}, {cap // 1024}K | {lengths} |" in page
