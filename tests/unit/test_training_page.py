@@ -1,10 +1,8 @@
-"""Figures of ``docs/results/training.md`` and ``studies/lending.csv`` are those of the code: some lines, simulated
-again."""
+"""``docs/results/rl_step.csv`` and ``studies/lending.csv`` are what the code makes: some lines, simulated again."""
 
 from __future__ import annotations
 
 import csv
-from pathlib import Path
 from statistics import mean
 
 import pytest
@@ -14,8 +12,6 @@ from studies import lending, rl_step, step_picture
 from studies.training import Trainer
 
 pytestmark = [pytest.mark.unit, pytest.mark.slow]
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "training.md"
 
 
 def test_steps_with_ranks_lent():
@@ -30,7 +26,7 @@ def test_steps_with_ranks_lent():
 
 
 def test_stages_of_a_step():
-    (rows,) = _redraw.tables(PAGE, *rl_step.HEADS)
+    rows = _redraw.read_rows("rl_step")
     assert [(row["setting"], row["with"]) for row in rows] == [
         (setting.name, row) for setting in rl_step.SETTINGS for row in rl_step.ROWS
     ]
@@ -55,7 +51,7 @@ def test_a_row_is_a_mean_over_seeds_with_the_range_of_its_gain():
 
 
 def test_bars_of_a_step_are_as_long_as_their_labels():
-    (rows,) = _redraw.tables(PAGE, *rl_step.HEADS)
+    rows = _redraw.read_rows("rl_step")
     for found in step_picture.read_lines(rows).values():
         for row in found.values():
             assert abs(sum(row[stage] for stage in step_picture.STAGES) - row["step, s"]) < 0.2
