@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+
 import pytest
 
 from sglang_pat.predict.profile import check_fits
@@ -77,8 +79,10 @@ def test_pats_own_metric():
     assert qwen.tokens == pytest.approx(340_732, abs=1) and qwen.rest == pytest.approx(57.5, abs=0.1)
     fits = pat_settings.fit_layer_seconds()
     assert fits == {"PAT's shares": pytest.approx(67.9e-6, abs=1e-7), "PAT's tokens": pytest.approx(70.6e-6, abs=1e-7)}
-    page = (gains.ROOT / "docs/results/policies.md").read_text()
-    for (name, cap), reported in pat_settings.REPORTED.items():
-        for lengths in ("PAT's shares", "PAT's tokens"):
-            assert f"| {name}, {cap // 1024}K | {lengths} |" in page
-        assert f"| {reported.tokens:,.0f} | {reported.rest:.1f} |" in page
+    with (gains.ROOT / "studies/pat_settings.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    settings = [
+        (f"{name}, {cap // 1024}K", lengths, f"{reported.tokens:,.0f}", f"{reported.rest:.1f}")
+        for (name, cap), reported in pat_settings.REPORTED.items() for lengths in ("PAT's shares", "PAT's tokens")
+    ]  # fmt: skip
+    assert [(row["setting"], row["lengths"], row["PAT's"], row["rest, s"]) for row in rows] == settings
