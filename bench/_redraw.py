@@ -1,12 +1,13 @@
-"""Draw pictures of ``docs/img`` from the tables of the pages, so that page and picture show the same run.
+"""Draw pictures of ``docs/img`` from ``docs/results/*.csv`` and README's table, so that all show the same run.
 
     python bench/_redraw.py [layouts] [switch] [tail_batching] [rl_step] [verl_step] [learning] [lending]
 
-Put new figures into the table first.
+Put new figures into the file first.
 """
 
 from __future__ import annotations
 
+import csv
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,12 @@ def tables(page: Path, *columns: str) -> Iterator[list[dict[str, str]]]:
         heads, _, *rows = ([cell.strip(" *") for cell in line[1:-1].split("|")] for line in block.strip().splitlines())
         if set(columns) <= set(heads):
             yield [dict(zip(heads, row, strict=True)) for row in rows]
+
+
+def read_rows(name: str) -> list[dict[str, str]]:
+    """The rows of ``docs/results/NAME.csv``, by column."""
+    with (RESULTS / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def number(text: str) -> float:
@@ -90,9 +97,8 @@ and with the drain; PAT's way is known without), and ``times``: PAT's way over o
 def switch() -> Path:
     """How long a switch pauses decoding: one row a point; one column a setting, merges above splits."""
     settings = {}
-    for lines in tables(RESULTS / "switch.md", "tokens alive, requests", "KV", "PAT's way"):
-        rows = [row for line in lines for row in _switch_rows(line)]
-        settings[f"{max(_degree(row) for row in rows)} ranks"] = rows
+    for ranks in (4, 2):
+        settings[f"{ranks} ranks"] = [row for line in read_rows(f"switch_{ranks}_ranks") for row in _switch_rows(line)]
     figure, axes = pictures.make_panels(2 * len(settings), width=6.2, height=3.7, columns=len(settings))
     for column, (name, rows) in enumerate(settings.items()):
         degrees = sorted({_degree(row) for row in rows})
@@ -116,7 +122,7 @@ def switch() -> Path:
         f"A switch stops decoding for {whole} ms; without the drain for {own} ms, and PAT's way "
         f"{_times(everything)} times as long",
     )
-    source = "AMD EPYC, 2 cores. Medians, drawn from the tables of docs/results/switch.md, which has dates and commits."
+    source = "AMD EPYC, 2 cores. Medians, drawn from docs/results/switch_*.csv; dates: switch.md."
     pictures.set_footer(figure, source, 0.4)
     return pictures.save(figure, IMAGES / "switch.png")
 
@@ -168,12 +174,11 @@ def _pauses(axes: Axes, rows: Rows) -> None:
 
 
 def tail_batching() -> Path:
-    """Draw the table of ``tail_batching.md`` that has both together."""
+    """Draw rounds with tail batching, with adaptive TP, and with both."""
     from studies.tail_picture import draw
 
-    (rows,) = tables(RESULTS / "tail_batching.md", "setting", "with both", "gain of both")
-    seconds = {(row["setting"], float(row["ρ"])): _round_seconds(row) for row in rows}
-    source = "Drawn from a table of docs/results/tail_batching.md."
+    seconds = {(row["setting"], float(row["ρ"])): _round_seconds(row) for row in read_rows("tail_batching")}
+    source = "Drawn from docs/results/tail_batching.csv."
     return draw(seconds, source, IMAGES / "tail_batching.png")
 
 
@@ -190,20 +195,18 @@ def _round_seconds(row: dict[str, str]) -> dict[str, float]:
 
 
 def rl_step() -> Path:
-    """Draw the table of ``training.md`` that has the stages of a simulated step."""
+    """Draw the stages of a simulated step."""
     from studies.step_picture import draw, read_lines
 
-    (rows,) = tables(RESULTS / "training.md", "setting", "with", "step, s", "times as fast")
-    return draw(read_lines(rows), "Drawn from a table of docs/results/training.md.", IMAGES / "rl_step.png")
+    return draw(read_lines(read_rows("rl_step")), "Drawn from docs/results/rl_step.csv.", IMAGES / "rl_step.png")
 
 
 def verl_step() -> Path:
-    """Draw the table of ``training.md`` that has the stages of a step of real jobs."""
+    """Draw the stages of a step of real jobs."""
     sys.path.insert(0, str(Path(__file__).parent))
-    from rl_step import HEADS, draw
+    from rl_step import draw
 
-    (rows,) = tables(RESULTS / "training.md", *HEADS)
-    return draw(rows, IMAGES / "verl_step.png")
+    return draw(read_rows("verl_step"), IMAGES / "verl_step.png")
 
 
 # -- learning -------------------------------------------------------------------------------------------------
@@ -213,11 +216,10 @@ Shares = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 
 def learning() -> Path:
-    """Draw the table of ``learning.md``."""
-    (rows,) = tables(RESULTS / "learning.md", "way", "held out before", "after", "mean of the curve")
+    """Draw what each way has learnt, seed by seed."""
     shares = {
         row["way"].strip("`"): tuple(list(map(number, row[part].split(", "))) for part in ("held out before", "after"))
-        for row in rows
+        for row in read_rows("learning")
     }
     return draw_learning(shares, IMAGES / "learning.png")  # pyright: ignore[reportArgumentType]
 
@@ -251,8 +253,8 @@ def format_learning(shares: Shares) -> str:
 
 
 def lending() -> Path:
-    """Draw what a step took in each way, from the table of ``training.md``."""
-    (rows,) = tables(RESULTS / "training.md", "way", "step, s", "fastest and slowest", "training hidden")
+    """Draw what a step took in each way."""
+    rows = read_rows("lending")
     figure, (axes,) = pictures.make_panels(1, width=8.0, height=2.7)
     for place, row in enumerate(rows):
         fastest, slowest = map(number, row["fastest and slowest"].split(" to "))
@@ -267,7 +269,7 @@ def lending() -> Path:
     axes.grid(axis="y", visible=False)
     pictures.set_labels(axes, "seconds of a step: median of 12, from the fastest to the slowest", "")
     pictures.set_figure_title(figure, format_lending(rows))
-    pictures.set_footer(figure, "GRPO on two CPU cores, small steps; drawn from a table of docs/results/training.md")
+    pictures.set_footer(figure, "GRPO on two CPU cores, small steps; drawn from docs/results/lending.csv")
     return pictures.save(figure, IMAGES / "lending.png")
 
 

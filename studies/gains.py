@@ -8,12 +8,16 @@ with which its rounds take least in all.  Rounds are those of :mod:`studies.star
 tokens, what does not fit waits, and ``survival`` chooses where a round starts and when it goes on in another layout.
 Prefill is left out, and so are the three kernels a layer more that a merged layout has.
 
-``--store`` writes the figures to ``studies/gains.json`` and the table into README.md; all pages quote these.
+``--store`` writes the figures to ``studies/gains.json``, seconds a round to ``gains.csv``, gains by the ``--tp`` of the
+start to ``gains_bases.csv``, those of a second model to ``gains_compared.csv``, and the table into README.md; all pages
+quote these.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
 import os
 import re
@@ -42,8 +46,9 @@ from studies.shapes import Shape, parse_shape
 from studies.starts import CORRELATION, GROUP, PROMPT, Node, SimulatedGeneration, make_load, make_snapshot
 
 ROOT = Path(__file__).resolve().parents[1]
-STORED, README = Path(__file__).with_suffix(".json"), ROOT / "README.md"
-POLICIES = ROOT / "docs" / "results" / "policies.md"
+STORED, DETAILS = (Path(__file__).with_suffix(suffix) for suffix in (".json", ".csv"))
+BASES, COMPARED = (Path(__file__).with_name(f"gains_{name}.csv") for name in ("bases", "compared"))
+README = ROOT / "README.md"
 MACHINES = {"8×A40, PCIe": A40, "8×L40S, PCIe": L40S, "8×H100, NVLink": H100}
 MODELS = {"Llama-3.1-8B": LLAMA, "Qwen3-14B": QWEN, "Qwen2.5-32B": QWEN_32B, "Qwen3-30B-A3B": A3B}
 SIZES = (128, 512, 1024)
@@ -218,7 +223,7 @@ def list_rows(found: Found) -> list[tuple[str, ...]]:
 
 
 def list_details(found: Found) -> list[tuple[str, ...]]:
-    """The table of ``docs/results/policies.md``: seconds a round."""
+    """The lines of ``studies/gains.csv``: seconds a round."""
     return [
         (
             *key, str(base), f"{size:,}", *(f"{gain.static[tp]:.1f}" if tp in gain.static else "–" for tp in DEGREES),
@@ -268,6 +273,12 @@ def list_compared(found: Found) -> list[tuple[str, ...]]:
 def format_markdown(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [heads, ("---",) * len(heads), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def format_csv(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows((heads, *rows))
+    return text.getvalue()
 
 
 def format_sizes(found: Found) -> tuple[str, ...]:
@@ -329,7 +340,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--lengths", metavar="SHAPE", default=LENGTHS, help=text)
     parser.add_argument("--rounds", type=int, default=3, help="of each setting (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="of the lengths (default 0)")
-    parser.add_argument("--store", action="store_true", help=f"write {STORED.name}, and the tables of the pages")
+    parser.add_argument(
+        "--store", action="store_true", help=f"write {STORED.name}, {DETAILS.name} and the tables of the pages"
+    )
     args: argparse.Namespace = parser.parse_args(argv)
     if args.rounds < 1:
         raise UsageError(f"--rounds {args.rounds}: must be at least 1")
@@ -356,11 +369,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def store_tables(done: list[Rounds]) -> None:
     found = collect(done)
-    replace_between(POLICIES, "gains:bases", format_markdown(BASES_HEADS, list_bases(done)))
+    BASES.write_text(format_csv(BASES_HEADS, list_bases(done)))
     replace_between(README, "gains:text", format_message(done))
     replace_between(README, "gains", format_markdown((*HEADS, *format_sizes(found)), list_rows(found)))
-    replace_between(POLICIES, "gains:compared", format_markdown(COMPARED_HEADS, list_compared(found)))
-    replace_between(POLICIES, "gains", format_markdown(DETAIL_HEADS, list_details(found)))
+    COMPARED.write_text(format_csv(COMPARED_HEADS, list_compared(found)))
+    DETAILS.write_text(format_csv(DETAIL_HEADS, list_details(found)))
 
 
 if __name__ == "__main__":

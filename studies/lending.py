@@ -1,6 +1,6 @@
 """Ranks lent to the trainer in the middle of a round: what a step takes, against not lending and against an oracle.
 
-    python -m studies.lending [--quick] [--seeds N] [--jobs N] [--seed N] [--json FILE]
+    python -m studies.lending [--quick [--store]] [--seeds N] [--jobs N] [--seed N] [--json FILE]
 
 A step is a round and the training of its samples (:mod:`studies.training`).  Training takes a share of the round as
 RollPacker has it (Table 1: rollout 71%, training 22%), of the round in the base layout without lending.  Seven ways:
@@ -21,6 +21,7 @@ Simulated, so that the machine does not matter; the same seeds give the same fig
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import sys
@@ -46,6 +47,8 @@ from studies.shapes import parse_shape
 from studies.simulate import Batch, describe_queueing
 from studies.training import SimulatedStep, StepReplay
 
+STORED = Path(__file__).with_suffix(".csv")
+"""The table of ``--quick``, which docs/results/training.md quotes."""
 MACHINES = (
     "8xH100-llama3.1-8b", "8xH100-qwen3-14b", "8xH100-qwen2.5-32b", "8xH100-qwen3-30b-a3b", "8xA40-llama3.1-8b",
 )  # fmt: skip
@@ -269,7 +272,7 @@ HEADS = (
 
 
 def list_rows(cells: list[LendingCell]) -> list[tuple[str, ...]]:
-    """A line a cell, as the page has it."""
+    """List a line for each cell, as ``studies/lending.csv`` has it."""
     return [
         (
             cell.training, cell.machine, cell.shape, *(f"{cell.seconds[way]:.1f}" for way in WAYS),
@@ -340,6 +343,7 @@ def list_tasks(quick: bool, seed: int) -> list[tuple[str, str, float, int, str, 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="python -m studies.lending", description="Steps with ranks lent to the trainer (simulated).")
     parser.add_argument("--quick", action="store_true", help="few settings")
+    parser.add_argument("--store", action="store_true", help=f"with --quick: also write {STORED.name}")
     parser.add_argument("--seeds", type=int, metavar="N", help="how far single steps are behind, over N seeds")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
     parser.add_argument("--seed", type=int, default=0, help="of the lengths (default 0)")
@@ -361,6 +365,9 @@ def main(argv: list[str] | None = None) -> int:
         f"{len(cells)} cells, {len(tasks) - len(cells)} left out (KV does not fit). Worst cell against not lending: "
         f"{1 / worst.over('ours', 'adaptive') - 1:+.2%} (goal: at most {GOAL:.0%})."
     )
+    if args.store and args.quick:
+        with STORED.open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows((HEADS, *list_rows(cells)))
     if args.json:
         args.json.write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n")
     return 0

@@ -1,6 +1,6 @@
-"""What ``--adaptive-tp`` makes of each flag of SGLang, and docs/flags.md, which says so.
+"""What ``--adaptive-tp`` makes of each flag of SGLang: docs/flags.md says it for users, ``flags.csv`` flag by flag.
 
-    python -m tests.contract.flags > docs/flags.md
+    python -m tests.contract.flags        writes both
 
 A field of SGLang's ``ServerArgs`` is in exactly one of the tables below or among those of ``launch/refusals.py``, or
 ``test_flags_table.py`` fails by its name: that is how flags of a new SGLang version are met.
@@ -8,9 +8,11 @@ A field of SGLang's ``ServerArgs`` is in exactly one of the tables below or amon
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import fnmatch
-import sys
+import io
+from pathlib import Path
 
 from sglang_pat.cpu import shim
 
@@ -21,6 +23,7 @@ from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang_pat import settings  # noqa: E402
 from sglang_pat.launch import refusals  # noqa: E402
 
+PAGE, REGISTER = Path(__file__).parents[2] / "docs/flags.md", Path(__file__).with_name("flags.csv")
 WORKING = {
     "tests/engine/test_smoke.py": (
         "model_path port skip_server_warmup dtype max_total_tokens random_seed tp_size dp_size"
@@ -180,8 +183,9 @@ def classify_fields() -> dict[str, tuple[str, str]]:
 
 def page() -> str:
     """docs/flags.md."""
-    found = classify_fields()
-    fields = [field.name for field in dataclasses.fields(ServerArgs)]
+    refused: dict[str, list[str]] = {}
+    for refusal in refusals.REFUSED:
+        refused.setdefault(refusal.reason, []).append(refusal.field)
     lines = [
         "# Flags",
         "",
@@ -193,24 +197,37 @@ def page() -> str:
         "",
         "## SGLang's, under --adaptive-tp",
         "",
-        "Every field of SGLang's `ServerArgs`, in its order.",
+        "All flags work as in SGLang, but for those below, and those that are accepted without effect or act",
+        "on GPUs only: `tests/contract/flags.csv` says of each which it is, why, or which test shows it.",
+        "Names are those of SGLang's `ServerArgs`: `pp_size` is `--pp-size`.",
         "",
-        "- **works**: the test that is named switches with it.",
-        "- **as in SGLang**: the adaptive engine has no part in it; why no test here shows it.",
-        "- **GPU, not run yet**: accepted; takes effect on GPUs, where it has not been run with switches.",
-        "- **no effect**: accepted and ignored, for the reason given.",
-        "- **refused**: at start, in one line that says what to change.",
+        "Refused at start, in one line that says what to change:",
         "",
-        "| flag | status | test or reason |",
-        "| --- | --- | --- |",
+        *_format_reasons(refused),
+        "",
+        "Variables that are refused:",
+        "",
+        *(f"- `{name}`: {reason}" for name, reason in refusals.ENVIRONMENT.items()),
+        "",
+        *LIMITS,
     ]
-    for name in fields:
-        status, note = found[name]
-        lines.append(f"| `{name}` | {status} | {f'`{note}`' if status == 'works' else note} |")
-    lines += ["", *LIMITS, "", "Variables that are refused:", ""]
-    lines += [f"- `{name}`: {reason}" for name, reason in refusals.ENVIRONMENT.items()]
     return "\n".join(lines) + "\n"
 
 
+def _format_reasons(names: dict[str, list[str]]) -> list[str]:
+    rows = [f"| {', '.join(f'`{name}`' for name in some)} | {reason} |" for reason, some in names.items()]
+    return ["| flag | reason |", "| --- | --- |", *rows]
+
+
+def register() -> str:
+    """``flags.csv``: a line a flag, in the order of SGLang's ``ServerArgs``."""
+    found = classified()
+    text = io.StringIO()
+    rows = [(field.name, *found[field.name]) for field in dataclasses.fields(ServerArgs)]
+    csv.writer(text, lineterminator="\n").writerows([("flag", "status", "test or reason"), *rows])
+    return text.getvalue()
+
+
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    PAGE.write_text(page())
+    REGISTER.write_text(register())

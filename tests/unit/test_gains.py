@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+
 import pytest
 
 from sglang_pat.predict.profile import check_fits
@@ -16,15 +18,13 @@ def test_tables_of_the_pages_are_those_that_are_stored():
     found = gains.read_stored()
     assert list(found) == [(machine, model) for machine in gains.MACHINES for model in gains.MODELS]
     readme = gains.format_markdown((*gains.HEADS, *gains.format_sizes(found)), gains.list_rows(found))
-    page = gains.format_markdown(gains.DETAIL_HEADS, gains.list_details(found))
     text = gains.README.read_text()
     assert f"<!-- gains:begin -->\n{readme}<!-- gains:end -->" in text
     assert f"gains:text:begin -->\n{gains.format_message(gains.list_stored())}<!-- gains:text:end" in text
-    assert f"<!-- gains:begin -->\n{page}<!-- gains:end -->" in gains.POLICIES.read_text()
-    bases = gains.format_markdown(gains.BASES_HEADS, gains.list_bases(gains.list_stored()))
-    assert f"gains:bases:begin -->\n{bases}<!-- gains:bases:end" in gains.POLICIES.read_text()
-    compared = gains.format_markdown(gains.COMPARED_HEADS, gains.list_compared(found))
-    assert f"gains:compared:begin -->\n{compared}<!-- gains:compared:end" in gains.POLICIES.read_text()
+    assert gains.format_csv(gains.DETAIL_HEADS, gains.list_details(found)) == gains.DETAILS.read_text()
+    bases = gains.list_bases(gains.list_stored())
+    assert gains.format_csv(gains.BASES_HEADS, bases) == gains.BASES.read_text()
+    assert gains.format_csv(gains.COMPARED_HEADS, gains.list_compared(found)) == gains.COMPARED.read_text()
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
@@ -79,8 +79,10 @@ def test_pats_own_metric():
     assert qwen.tokens == pytest.approx(340_732, abs=1) and qwen.rest == pytest.approx(57.5, abs=0.1)
     fits = pat_settings.fit_layer_seconds()
     assert fits == {"PAT's shares": pytest.approx(67.9e-6, abs=1e-7), "PAT's tokens": pytest.approx(70.6e-6, abs=1e-7)}
-    page = gains.POLICIES.read_text()
-    for (name, cap), reported in pat_settings.REPORTED.items():
-        for lengths in ("PAT's shares", "PAT's tokens"):
-            assert f"| {name}, {cap // 1024}K | {lengths} |" in page
-        assert f"| {reported.tokens:,.0f} | {reported.rest:.1f} |" in page
+    with (gains.ROOT / "studies/pat_settings.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    settings = [
+        (f"{name}, {cap // 1024}K", lengths, f"{reported.tokens:,.0f}", f"{reported.rest:.1f}")
+        for (name, cap), reported in pat_settings.REPORTED.items() for lengths in ("PAT's shares", "PAT's tokens")
+    ]  # fmt: skip
+    assert [(row["setting"], row["lengths"], row["PAT's"], row["rest, s"]) for row in rows] == settings

@@ -1,8 +1,8 @@
-"""Figures of ``docs/results/training.md`` are those of the code: some lines of its tables, simulated again."""
+"""``docs/results/rl_step.csv`` and ``studies/lending.csv`` are what the code makes: some lines, simulated again."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import csv
 from statistics import mean
 
 import pytest
@@ -13,20 +13,20 @@ from studies.training import SimulatedTrainer
 
 pytestmark = [pytest.mark.unit, pytest.mark.slow]
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "training.md"
-
 
 def test_steps_with_ranks_lent():
-    (rows,) = _redraw.tables(PAGE, *lending.HEADS)
+    with lending.STORED.open(newline="") as file:
+        heads, *rows = csv.reader(file)
     tasks = lending.list_tasks(quick=True, seed=0)
-    assert [(row["training"], row["machine"], row["lengths"]) for row in rows] == [(t[4], t[0], t[1]) for t in tasks]
+    assert tuple(heads) == lending.HEADS
+    assert [tuple(row[:3]) for row in rows] == [(t[4], t[0], t[1]) for t in tasks]
     cell = lending.study(tasks[8])
     assert cell is not None
-    assert tuple(rows[8].values()) == lending.list_rows([cell])[0]
+    assert tuple(rows[8]) == lending.list_rows([cell])[0]
 
 
 def test_stages_of_a_step():
-    (rows,) = _redraw.tables(PAGE, *rl_step.HEADS)
+    rows = _redraw.read_rows("rl_step")
     assert [(row["setting"], row["with"]) for row in rows] == [
         (setting.name, row) for setting in rl_step.SETTINGS for row in rl_step.ROWS
     ]
@@ -51,7 +51,7 @@ def test_a_row_is_a_mean_over_seeds_with_the_range_of_its_gain():
 
 
 def test_bars_of_a_step_are_as_long_as_their_labels():
-    (rows,) = _redraw.tables(PAGE, *rl_step.HEADS)
+    rows = _redraw.read_rows("rl_step")
     for found in step_picture.read_lines(rows).values():
         for row in found.values():
             assert abs(sum(row[stage] for stage in step_picture.STAGES) - row["step, s"]) < 0.2
