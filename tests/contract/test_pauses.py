@@ -66,6 +66,7 @@ class Batch:
     def __init__(self, *ended: bool) -> None:
         self.reqs = [SimpleNamespace(finished=lambda ended=ended: ended, req_pool_idx=1) for ended in ended]
         self.forward_mode = SimpleNamespace(is_extend=lambda: False)
+        self.batch_is_full = False
 
     def is_empty(self) -> bool:
         return not self.reqs

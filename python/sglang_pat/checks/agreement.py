@@ -11,7 +11,7 @@ import torch.distributed as dist
 from sglang_pat.checks import attributes
 from sglang_pat.host import groups, loop
 from sglang_pat.host.census import read_paths
-from sglang_pat.host.requests import describe_account
+from sglang_pat.host.kv import describe_account
 
 if TYPE_CHECKING:
     from sglang_pat.switch.scheduler import SwitchingScheduler

@@ -10,6 +10,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_pat.host import kv
 from sglang_pat.host.assign import assign
 from sglang_pat.host.contract import SglangScheduler
 from sglang_pat.host.fixes import penalties
@@ -21,19 +22,19 @@ __all__ = ["ScheduleBatch"]
 def make_decode_batch(scheduler: SglangScheduler, reqs: list[Req]) -> ScheduleBatch:
     """A batch about to decode, of requests whose KV is in place."""
     batch = _make_batch(scheduler, reqs, scheduler.enable_overlap)
-    lengths = [req.kv_committed_len for req in reqs]
-    numbers = [[req.req_pool_idx for req in reqs], lengths, [req.output_ids[-1] for req in reqs]]
+    lengths = [kv.count_kv(req) for req in reqs]
+    numbers = [[kv.get_line(req) for req in reqs], lengths, [req.output_ids[-1] for req in reqs]]
     places, seq_lens, last = upload(numbers, torch.int64, batch.device).unbind()
     assign(
         batch,
         req_pool_indices=places,
         seq_lens=seq_lens,
-        output_ids=last,
         seq_lens_cpu=torch.tensor(lengths, dtype=torch.int64),
         orig_seq_lens=seq_lens.to(torch.int32),
         seq_lens_sum=sum(lengths),
         multimodal_inputs=[None] * len(reqs),
     )
+    _set_last_tokens(batch, last)
     if batch.return_logprob:
         assign(
             batch,
@@ -42,6 +43,11 @@ def make_decode_batch(scheduler: SglangScheduler, reqs: list[Req]) -> ScheduleBa
         )
     assign(batch, sampling_info=penalties.make_sampling_info(batch, decode=True))
     return batch
+
+
+def _set_last_tokens(batch: ScheduleBatch, tokens: torch.Tensor) -> None:
+    """Say which token each request decodes after, int64 ``[requests]``."""
+    assign(batch, output_ids=tokens)
 
 
 def _make_batch(scheduler: SglangScheduler, reqs: list[Req], overlap: bool) -> ScheduleBatch:
@@ -77,7 +83,7 @@ def make_prefill(scheduler: SglangScheduler, prompts: Sequence[list[int]]) -> Sc
 
 def go_on_with(scheduler: SglangScheduler, batch: ScheduleBatch, tokens: Sequence[int]) -> None:
     """Have a batch that was prefilled decode next, where each request goes on with one of ``tokens``."""
-    assign(batch, output_ids=torch.tensor(tokens, device=scheduler.device))
+    _set_last_tokens(batch, torch.tensor(tokens, device=scheduler.device))
     batch.prepare_for_decode()
 
 

@@ -16,6 +16,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from sglang_pat.host import requests
 from sglang_pat.host.assign import assign
 from sglang_pat.host.contract import SglangScheduler
 from sglang_pat.switch.transfer import download, upload
@@ -153,20 +154,33 @@ def count_kv(req: Req) -> int:
     return req.kv_committed_len
 
 
-def has_line(req: Req) -> bool:
-    """Whether it has a line in the table of running requests."""
-    return req.req_pool_idx is not None
+def get_line(req: Req) -> int | None:
+    """Its line in the table of running requests; None if it has none."""
+    return req.req_pool_idx
+
+
+def lose_kv(req: Req) -> None:
+    """Its KV is lost: it goes back to the queue as tokens."""
+    assign(req, req_pool_idx=None)
+    req.reset_for_retract()
+    requests.drop_piece_logprobs(req)
+
+
+def describe_account(req: Req) -> tuple:
+    """What SGLang decides by about one request."""
+    entered, outputs = requests.get_entry_time(req), requests.count_output(req)
+    return req.rid, req.priority, entered, outputs, count_kv(req), req.cache_protected_len
 
 
 def read_line(scheduler: SglangScheduler, req: Req) -> torch.Tensor:
     """Slots of a request that runs, on the device."""
-    return scheduler.req_to_token_pool.req_to_token[req.req_pool_idx, : req.kv_committed_len]
+    return scheduler.req_to_token_pool.req_to_token[get_line(req), : count_kv(req)]
 
 
 def read_rows(scheduler: SglangScheduler, reqs: Sequence[Req]) -> list[np.ndarray]:
     """Slots of requests that run, in host memory; one read of the device for all."""
-    lengths = [req.kv_committed_len for req in reqs]
-    places = upload([req.req_pool_idx for req in reqs], torch.int64, scheduler.device)
+    lengths = [count_kv(req) for req in reqs]
+    places = upload([get_line(req) for req in reqs], torch.int64, scheduler.device)
     table = download(scheduler.req_to_token_pool.req_to_token[places, : max(lengths)])
     return [row[:length].astype(np.int64) for row, length in zip(table, lengths, strict=True)]
 
@@ -191,7 +205,7 @@ def _write_kv(req: Req, slots: torch.Tensor) -> None:
     length = len(slots)
     assign(
         req,
-        fill_ids=(req.origin_input_ids + req.output_ids)[:length],
+        fill_ids=requests.get_tokens(req)[:length],
         kv_committed_len=length,
         kv_allocated_len=length,
         # SGLang says so when it prefills a request again, which is not needed where all its KV is in the tree; else it

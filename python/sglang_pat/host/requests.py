@@ -45,6 +45,11 @@ def count_tokens(req: Req) -> int:
     return req.seqlen
 
 
+def get_tokens(req: Req) -> list[int]:
+    """Token ids of prompt and output."""
+    return req.origin_input_ids + req.output_ids
+
+
 def get_output(req: Req) -> Sequence[int]:
     """Token ids generated so far."""
     return req.output_ids
@@ -83,25 +88,12 @@ def is_cut_off(req: Req, full: bool) -> bool:
     return isinstance(req.finished_reason, FINISH_ABORT) or (full and isinstance(req.finished_reason, FINISH_LENGTH))
 
 
-def describe_account(req: Req) -> tuple:
-    """What SGLang decides by about one request."""
-    entered = req.time_stats.wait_queue_entry_time
-    return req.rid, req.priority, entered, len(req.output_ids), req.kv_committed_len, req.cache_protected_len
-
-
 # -- what a switch changes ---------------------------------------------------------------------------------------------
 
 
 def mark_own_prefix(req: Req) -> None:
     """What a waiting request finds in the tree is its own, and does not count as a hit of the cache."""
     assign(req, retracted_stain=req.retracted_stain or bool(req.output_ids or req.extend_batch_idx))
-
-
-def start_anew(req: Req) -> None:
-    """Its KV is lost: it goes back to the queue as tokens."""
-    assign(req, req_pool_idx=None)
-    req.reset_for_retract()
-    drop_piece_logprobs(req)
 
 
 def drop_piece_logprobs(req: Req) -> None:

@@ -392,5 +392,5 @@ class AdaptiveScheduler(MendedScheduler):
     def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:
         output = super().get_internal_state(recv_req)
         # To the outside the engine has N ranks in every layout.
-        output.internal_state |= {"tp_size": self.adaptive.num_ranks, "dp_size": 1}
+        output.internal_state.update({"tp_size": self.adaptive.num_ranks, "dp_size": 1})
         return output

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_pat.host.assign import assign
 from sglang_pat.host.contract import SglangScheduler
+from sglang_pat.host.requests import get_tokens
 
 
 def keeps_kv(scheduler: SglangScheduler) -> bool:
@@ -31,7 +32,7 @@ def find_kv(scheduler: SglangScheduler, req: Req) -> torch.Tensor:
     """Slots of the first tokens of ``req`` that the tree has, of all but its last one, ``[tokens]``."""
     if not keeps_kv(scheduler):
         return torch.empty(0, dtype=torch.int64)
-    key = RadixKey((req.origin_input_ids + req.output_ids)[:-1], req.extra_key)
+    key = RadixKey(get_tokens(req)[:-1], req.extra_key)
     return scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key)).device_indices
 
 
@@ -42,7 +43,7 @@ def leave_kv(scheduler: SglangScheduler, req: Req, slots: np.ndarray) -> tuple[i
         How many of its first tokens the tree has had elsewhere, the slots of all of them now, and the last node.
     """
     tree: BasePrefixCache = scheduler.tree_cache
-    key = RadixKey((req.origin_input_ids + req.output_ids)[: len(slots)], req.extra_key)
+    key = RadixKey(get_tokens(req)[: len(slots)], req.extra_key)
     given = InsertParams(key=key, value=torch.from_numpy(slots), priority=getattr(req, "priority", 0) or 0)
     known = tree.insert(given).prefix_len
     match = tree.match_prefix(MatchPrefixParams(key=key))

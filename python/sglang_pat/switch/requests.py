@@ -96,7 +96,7 @@ def recompute_all(scheduler: SwitchingScheduler) -> None:
     """Send every request back to the queue as tokens, and empty the pools: their KV may have been overwritten."""
     decoding, waiting = loop.list_requests(scheduler)
     for req in decoding + ([chunked] if (chunked := loop.get_chunked(scheduler)) is not None else []):
-        host.start_anew(req)
+        kv.lose_kv(req)
     compiling = loop.list_compiling(scheduler)
     scheduler.clear_pools()
     loop.set_requests(scheduler, decoding + [req for req in waiting if req not in compiling])
@@ -418,7 +418,7 @@ def rebuild_requests(
             if live.dest != mine:
                 continue
             req = next(coming)
-            goes_on = decodes and isinstance(req, Req) and kv.has_line(req)
+            goes_on = decodes and isinstance(req, Req) and kv.get_line(req) is not None
             if not goes_on:
                 req = _rebuild_one(scheduler, req)
             if not decodes:

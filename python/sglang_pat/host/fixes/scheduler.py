@@ -23,7 +23,7 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils.watchdog import WatchdogRaw
 
 from sglang_pat.dropped import FATAL, Dropped, IsolatingDispatcher, ReadableSocket
-from sglang_pat.host import loop, tree
+from sglang_pat.host import kv, loop, tree
 from sglang_pat.host import requests as host
 from sglang_pat.host.assign import assign
 from sglang_pat.host.controls import make_error_reply
@@ -82,7 +82,7 @@ class MendedScheduler(Scheduler):
         # flushed then, so that they go on with new weights only, and (0.5.12) refuses it while anything waits.
         waiting, compiling = self.waiting_queue, self.grammar_manager.grammar_queue
         loop.drop_ended_batch(self)
-        if self._engine_paused and all(req.req_pool_idx is None for req in waiting):
+        if self._engine_paused and all(kv.get_line(req) is None for req in waiting):
             loop.set_waiting(self, [], [])
         try:
             return super().flush_cache(empty_cache)

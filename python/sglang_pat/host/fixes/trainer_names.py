@@ -14,6 +14,8 @@ from typing import Protocol, cast
 import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
+from sglang_pat.host.assign import assign
+
 PARTS = {"mlp": ("gate_proj", "up_proj", "down_proj"), "block_sparse_moe": ("w1", "w3", "w2")}
 """What a checkpoint, and so SGLang's model, calls the mixture of a layer -> what it calls gate, up and down of an
 expert.  In transformers' memory all models have the first."""
@@ -75,4 +77,4 @@ class TrainerNames:
 def accept_trainer_names(model: torch.nn.Module) -> None:
     """Have ``model.load_weights``, in which all kinds of updates end, take both."""
     names, load = TrainerNames(model), cast("Loader", model).load_weights
-    model.load_weights = lambda weights: load(names.translate(weights))
+    assign(model, load_weights=lambda weights: load(names.translate(weights)))
