@@ -221,7 +221,7 @@ def _format_reasons(names: dict[str, list[str]]) -> list[str]:
 
 def register() -> str:
     """``flags.csv``: a line a flag, in the order of SGLang's ``ServerArgs``."""
-    found = classified()
+    found = classify_fields()
     text = io.StringIO()
     rows = [(field.name, *found[field.name]) for field in dataclasses.fields(ServerArgs)]
     csv.writer(text, lineterminator="\n").writerows([("flag", "status", "test or reason"), *rows])

@@ -82,7 +82,7 @@ def test_what_sglang_chooses_is_refused_too(model, monkeypatch):
 
 
 def test_packed_weights_are_refused(model, monkeypatch):
-    monkeypatch.setattr("sglang.srt.utils.cpu_has_amx_support", lambda: True)
+    monkeypatch.setattr("sglang_pat.host.arguments.cpu_has_amx_support", lambda: True)
     with pytest.raises(ValueError, match="AMX kernels: use an sgl-kernel without them"):
         arguments(model)
 

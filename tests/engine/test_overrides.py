@@ -1,7 +1,8 @@
 """SGLang calls every function of ours that replaces one of its own: in a generation, a switch, an update, a pause.
 
-What a new SGLang no longer calls is lost without an error: it fails here, by name.  What is put in place on a GPU only
-(``docs/sglang.md``, door *global*) is not seen.
+What a new SGLang no longer calls is lost without an error: it fails here, by name.  Three functions are put in place
+where there is a GPU, and are not seen: in that of ``RMSNorm.forward_cuda`` and ``fused_moe.invoke_fused_moe_kernel``
+(float32), and of ``can_use_custom_all_reduce_with_nvlink`` (ranks that share it).
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from .streams import Body, body, check_idle, endless, hold, post, stream_across,
 from .weight_updates import Trainer, serialized, succeeded
 
 RANKS = 2
-FLAGS = "--enable-metrics --enable-return-routed-experts --max-running-requests 2 --soft-watchdog-timeout 300".split()
+FLAGS = (
+    "--enable-metrics --enable-return-routed-experts --enable-return-hidden-states --max-running-requests 2 "
+    "--soft-watchdog-timeout 300"
+).split()
 
 UNCALLED = {
     "LaunchedEngine.shutdown": "a program calls it (test_python_api.py); a server ends by a signal",
@@ -34,6 +38,30 @@ UNCALLED = {
     "AdaptiveServerArgs.add_cli_args": "host/arguments.py calls it, as SGLang's prepare_server_args does in its place",
 }
 """What SGLang does not call, and why it need not."""
+
+STAND_INS = {
+    "AdaptiveScheduler.init_request_dispatcher.<locals>.<lambda>",
+    "AdaptiveTokenizerManager._pat_reply",
+    "AsyncOrderedReceiver.recv_pyobj",
+    "CompiledGrammars._lookup",
+    "ControlSender.send_output",
+    "ExpectedWeights._record_expert_load",
+    "ExpectedWeights._record_load",
+    "Gate.wait_for",
+    "GuardedGrammar.fill_vocab_mask",
+    "IsolatingDispatcher.__call__",
+    "OrderedReceiver.recv_pyobj",
+    "OutputSender.send_output",
+    "OwnRows.__getitem__",
+    "ReadableSocket.recv_pyobj",
+    "Receiver.load_weights",
+    "RpcRelay.recv_pyobj",
+    "Table.__getitem__",
+    "Table.__setitem__",
+    "_Knowing.__getattr__",
+    "accept_trainer_names.<locals>.<lambda>",
+}
+"""Functions of ours that an object of SGLang's holds, or of an object that it holds in place of SGLang's."""
 
 MAKERS = ("__init__", "__post_init__")
 """Methods that whoever makes an object calls; that may be ourselves."""
@@ -45,7 +73,8 @@ def ask_for_everything() -> list[Body]:
     constrained = body(2, 40, regex="([a-f]{3}-){20}z", ignore_eos=False)
     penalised = body(3, 40, frequency_penalty=0.7, min_new_tokens=30, ignore_eos=False)
     scored = body(4, 40, return_logprob=True, logprob_start_len=0, top_logprobs_num=2)
-    return [experts, constrained, penalised, scored, body(5, 40, stop_regex=["[xyz]{9}"])]
+    bounded = body(5, 40, stop_regex=["[xyz]{9}"]) | {"return_hidden_states": True}
+    return [experts, constrained, penalised, scored, bounded]
 
 
 async def abort_and_pause(server: Server) -> None:
@@ -133,3 +162,9 @@ def test_what_was_put_in_place_of_functions_is_seen(functions):
     """In modules and classes of SGLang's: else the test above would say nothing of these."""
     put = {one.name for one, words in functions.items() if called.PUT in words}
     assert "make_watchdog" in put and "keep_routed_experts.<locals>.release_req" in put, put
+
+
+def test_sglang_calls_what_stands_in_for_its_objects(functions):
+    """Each was written to an attribute; in another SGLang some component may have kept what was there before."""
+    called_by_sglang = {one.name for one, words in functions.items() if "sglang" in words}
+    assert STAND_INS - called_by_sglang == set()
