@@ -103,11 +103,10 @@ class StreamStep:
         gpus.begin_step()
 
     def run(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
-        """verl's ``PPOTrainer.step``: one update of the weights, of a batch that is trained in chunks of complete
-        groups."""
+        """verl's ``PPOTrainer.step``: one update of the weights, of a batch in chunks of complete groups."""
         trainer, chunks, hidden, exposed = self.trainer, list[KVBatchMeta](), 0.0, 0.0
-        sums = (aggregator := MetricsAggregator()).aggregation_rules["sum"]
-        sums.append(missing_rewards.METRIC)
+        aggregator = MetricsAggregator()
+        (sums := aggregator.aggregation_rules["sum"]).append(missing_rewards.METRIC)
         aggregator.add_step_metrics(trainer.prepare_step())
         trainer.actor_rollout_wg.begin_step()
         while self.left:
@@ -165,8 +164,7 @@ class StreamStep:
         return groups
 
     def look(self, is_training: bool = False) -> set[str]:
-        """One look at the round.  Useless groups are replaced, a full batch stops what else runs, and GPUs change hands
-        if it is time.
+        """Look at the round once: useless groups are replaced, a full batch stops the rest, GPUs change hands in time.
 
         Returns:
             uids of the groups that are complete and were not taken for a chunk.
@@ -192,7 +190,9 @@ class StreamStep:
         """verl's ``PPOTrainer._step_once`` of some groups, with their gradients in place of an update."""
         trainer, config = self.trainer, self.trainer.config
         with marked_timer("gen", timing_raw, color="red"):
-            batch, evicted = self.buffer.sample(trainer.global_steps, "train", groups)
+            batch, evicted = self.buffer.sample(
+                global_steps=trainer.global_steps, partition_id="train", batch_size=groups
+            )
         _accumulate_eviction_metrics(self._evicted, evicted, 0)
         batch.extra_info["temperature"] = config.actor_rollout_ref.rollout.temperature
         check_samples(batch, trainer.global_steps - 1)
