@@ -27,6 +27,7 @@ from verl.workers.rollout import router
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from sglang_pat.integrations.verl.balancer import AdaptiveBalancer
+from sglang_pat.integrations.verl.trainers import AdaptiveTrainer
 from sglang_pat.launch.contract import Symbol
 
 pytestmark = pytest.mark.integration
@@ -133,6 +134,16 @@ def test_counted_on(what):
     where, *lines = COUNTED_ON[what]
     places = [inspect.getsource(where).index(line) for line in lines]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async", "stream", "stream_lent"])
+def test_a_hook_of_verls_is_overridden_in_one_place(mode):
+    """The class of a mode is verl's and one of ours, and none of its methods goes on in ours by the order of bases."""
+    kind = get_trainer_cls(f"sglang_pat_{mode}")
+    ours, verls = kind.__bases__
+    assert ours is AdaptiveTrainer and verls.__module__.startswith("verl.")
+    both = [name for name in vars(kind).keys() & vars(ours).keys() if inspect.isfunction(vars(kind)[name])]
+    assert set(both) <= {"__init__"}
 
 
 def test_balancer_has_what_verl_asks_of_one():

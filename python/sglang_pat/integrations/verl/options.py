@@ -83,15 +83,11 @@ _CORRECTION, _SAMPLER = "algorithm.rollout_correction", "trainer.v1.sampler"
 
 
 def list_stream_rules(config: DictConfig, mode: str) -> list[Rule]:
-    """The rules of a step whose gradients are summed chunk by chunk.
+    """The rules of a step whose gradients are summed chunk by chunk; ``mode`` is verl's own.
 
     Two things have to be so for verl's own step.  The advantages of a group follow from the group alone, because they
     are needed before the batch is complete.  And the loss is a sum over tokens or over sequences, divided by a number
     of the whole batch: only that number has to wait.
-
-    Args:
-        config: of the job.
-        mode: verl's own, ``separate_async`` or ``colocate_async``.
     """
     from verl.trainer.config import HybridRolloutSwitchConfig
 
@@ -171,9 +167,7 @@ def check_stream(config: DictConfig, name: str, mode: str, lent: bool = False) -
     """Refuse what would not be the update of the whole batch, or cannot be at all, with summed gradients.
 
     Args:
-        config: of the job.
-        name: ``trainer.v1.trainer_mode``.
-        mode: verl's own, whose trainer this is.
+        name: ``trainer.v1.trainer_mode``; ``mode``: verl's own, ``separate_async`` or ``colocate_async``.
         lent: the engines own the trainer's GPUs and lend it half of their ranks.
 
     Raises:
@@ -209,7 +203,6 @@ def read_tail_batching(config: DictConfig, where: str, mode: str) -> Rules | Non
     """What a job asks of tail batching; None: it does not have it.
 
     Args:
-        config: of the job.
         where: the options of tail batching are, e.g. ``trainer.v1.sglang_pat_sync``.
         mode: verl's own name of the trainer mode.
 

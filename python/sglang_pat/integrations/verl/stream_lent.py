@@ -85,7 +85,7 @@ class LentWorker(SummingWorker):
 
 class LentRanks:
     """GPUs that are the engines', of which the trainer gets those that are lent until the engines sleep; attributes and
-    methods as of :class:`~sglang_pat.integrations.verl.streaming.TrainerGpus`."""
+    methods as of :class:`~sglang_pat.integrations.verl.streaming.Gpus`."""
 
     ranks: Sequence[int] = ()
     train_alone = True
@@ -96,10 +96,8 @@ class LentRanks:
         self._pace = TrainingPace()
         self._lent: dict[int, list[int]] = {}
         """Ranks that an engine has lent; none: it lends no more in this step."""
-        self._asked_at = 0
-        """How many groups were complete when engines that have lent nothing were last asked."""
-        self.generates = False
-        """Whether the engines are awake."""
+        self._asked_at = 0  # groups were complete when engines that have lent nothing were last asked
+        self.generates = False  # the engines are awake
         self._rung = False
 
     def listen(self) -> None:
@@ -215,7 +213,6 @@ class AdaptiveStreamLent(AdaptiveTrainer, PPOTrainerColocateAsync):
     mode, tail_batching_at = "colocate_async", f"trainer.v1.{MODE}"
     announces_steps = streams = True
     step_class, gpus_class, worker_class, bell_class = StreamStep, LentRanks, LentWorker, Bell
-    stream: StreamStep
 
     def __init__(self, config: DictConfig) -> None:
         options.check_stream(config, MODE, self.mode, lent=True)

@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import ray
 import transfer_queue as tq
@@ -42,14 +42,41 @@ from sglang_pat.policies.course import look_ahead
 from sglang_pat.policies.lending import Move, Training, decide_by_room, make_load
 from sglang_pat.policies.lengths import LengthHistory
 
-if TYPE_CHECKING:
-    from sglang_pat.integrations.verl.stream_lent import LentRanks
-
 MODE = f"{options.PREFIX}stream"
 CHUNK = 0.2
 """A chunk has at least this share of the groups that are left."""
 LEFT_AT = "training/stream/switched_at"
 """Metric: the share of the groups that was complete when GPUs left the round."""
+
+
+class Gpus(Protocol):
+    """Who has the trainer's GPUs.
+
+    Attributes:
+        ranks: data-parallel ranks of the trainer that can train now; none, while all of them generate.
+        train_alone: some ranks may train while others generate, so there are none of verl's passes over all ranks.
+        left_at: share of the groups that was complete when GPUs left the round; None: none generate.
+    """
+
+    ranks: Sequence[int]
+    train_alone: bool
+    left_at: float | None
+
+    def begin_step(self) -> None:
+        """Before the step's prompts are started."""
+
+    def follow(self, step: StreamStep, groups: set[str], is_training: bool) -> None:
+        """After a look at the round: who has the GPUs may change, but for ranks that are training.
+
+        Args:
+            groups: those that are complete and were not taken for a chunk.
+        """
+
+    def begin_chunk(self) -> None:
+        """Before ranks begin to compute gradients."""
+
+    def note_chunk(self, chunk: KVBatchMeta, seconds: float, ranks: Sequence[int]) -> None:
+        """After a chunk, which began on these ranks."""
 
 
 class StreamStep:
@@ -66,7 +93,7 @@ class StreamStep:
         left: groups that the batch has beside those that were taken for chunks.
     """
 
-    def __init__(self, trainer: AdaptiveTrainer, gpus: TrainerGpus | LentRanks) -> None:
+    def __init__(self, trainer: AdaptiveTrainer, gpus: Gpus) -> None:
         self.trainer, self.gpus, self.buffer = trainer, gpus, trainer.replay_buffer
         self.batch = self.left = trainer.config.data.train_batch_size
         self._evicted: dict[str, Any] = {}
@@ -76,11 +103,10 @@ class StreamStep:
         gpus.begin_step()
 
     def run(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
-        """verl's ``PPOTrainer.step``: one update of the weights, of a batch that is trained in chunks of complete
-        groups."""
+        """verl's ``PPOTrainer.step``: one update of the weights, of a batch in chunks of complete groups."""
         trainer, chunks, hidden, exposed = self.trainer, list[KVBatchMeta](), 0.0, 0.0
-        sums = (aggregator := MetricsAggregator()).aggregation_rules["sum"]
-        sums.append(missing_rewards.METRIC)
+        aggregator = MetricsAggregator()
+        (sums := aggregator.aggregation_rules["sum"]).append(missing_rewards.METRIC)
         aggregator.add_step_metrics(trainer.prepare_step())
         trainer.actor_rollout_wg.begin_step()
         while self.left:
@@ -110,9 +136,12 @@ class StreamStep:
                 aggregator.add_step_metrics(self.buffer.end_step(trainer.global_steps))
         aggregator.add_step_metrics(self._evicted)
         with marked_timer("update_actor", timing_raw, color="red"):
-            update = self._finish_update(sum(len(list_samples(chunk)) for chunk in chunks))
+            samples = sum(len(list_samples(chunk)) for chunk in chunks)
+            output = trainer.actor_rollout_wg.finish_step(samples)[0]  # divide, clip, update
+        update = rename_dict(tensordict_utils.get(output, "metrics"), "actor/")
+        update["perf/mfu/actor"] = update.pop("actor/mfu")
+        metrics.update(aggregator.get_aggregated_metrics() | reduce_metrics(update))
         stream = {"chunks": len(chunks), "hidden_seconds": hidden, "exposed_seconds": exposed}
-        metrics.update(aggregator.get_aggregated_metrics() | update)
         metrics.update({f"training/stream/{name}": value for name, value in stream.items()})
         if self.gpus.left_at is not None:
             metrics[LEFT_AT] = self.gpus.left_at
@@ -135,8 +164,7 @@ class StreamStep:
         return groups
 
     def look(self, is_training: bool = False) -> set[str]:
-        """One look at the round.  Useless groups are replaced, a full batch stops what else runs, and GPUs change hands
-        if it is time.
+        """Look at the round once: useless groups are replaced, a full batch stops the rest, GPUs change hands in time.
 
         Returns:
             uids of the groups that are complete and were not taken for a chunk.
@@ -162,7 +190,9 @@ class StreamStep:
         """verl's ``PPOTrainer._step_once`` of some groups, with their gradients in place of an update."""
         trainer, config = self.trainer, self.trainer.config
         with marked_timer("gen", timing_raw, color="red"):
-            batch, evicted = self.buffer.sample(trainer.global_steps, "train", groups)
+            batch, evicted = self.buffer.sample(
+                global_steps=trainer.global_steps, partition_id="train", batch_size=groups
+            )
         _accumulate_eviction_metrics(self._evicted, evicted, 0)
         batch.extra_info["temperature"] = config.actor_rollout_ref.rollout.temperature
         check_samples(batch, trainer.global_steps - 1)
@@ -220,23 +250,10 @@ class StreamStep:
                 shares[rank] = _choose(batch, rows)
         return shares
 
-    def _finish_update(self, sequences: int) -> dict[str, Any]:
-        """Divide, clip, update; verl's metrics of an update."""
-        output = self.trainer.actor_rollout_wg.finish_step(sequences)[0]
-        metrics = rename_dict(tensordict_utils.get(output, "metrics"), "actor/")
-        metrics["perf/mfu/actor"] = metrics.pop("actor/mfu")
-        return reduce_metrics(metrics)
-
 
 class TrainerGpus:
     """GPUs that are the trainer's.  While verl's replicas on them generate, they are handed over to the trainer as soon
-    as :func:`~sglang_pat.policies.lending.decide_by_room` says so.
-
-    Attributes:
-        ranks: data-parallel ranks of the trainer that can train now; none, while all of them generate.
-        train_alone: some ranks may train while others generate, so there are none of verl's passes over all ranks.
-        left_at: share of the groups that was complete when GPUs left the round; None: none generate.
-    """
+    as :func:`~sglang_pat.policies.lending.decide_by_room` says so."""
 
     ranks: Sequence[int] = ()
     train_alone = False
@@ -245,21 +262,14 @@ class TrainerGpus:
     def __init__(self, trainer: AdaptiveStream) -> None:
         self._trainer = trainer
         self._lengths = LengthHistory()
-        self._asked_at = 0
-        """How many groups were complete at the last question."""
+        self._asked_at = 0  # groups were complete at the last question
 
     def begin_step(self) -> None:
-        """Before the step's prompts are started."""
         generate = self._trainer.current_mode == HybridEngineMode.ROLLOUT
         self.ranks = () if generate else range(self._trainer.actor_rollout_wg.world_size)
         self.left_at, self._asked_at = None, 0
 
     def follow(self, step: StreamStep, groups: set[str], is_training: bool) -> None:
-        """After a look at the round: who has the GPUs may change, but for ranks that are training.
-
-        Args:
-            groups: those that are complete and were not taken for a chunk.
-        """
         if self.ranks:
             return
         complete = step.count_complete(groups)
@@ -270,10 +280,9 @@ class TrainerGpus:
         self._asked_at = complete
 
     def begin_chunk(self) -> None:
-        """Before ranks begin to compute gradients."""
+        pass
 
     def note_chunk(self, chunk: KVBatchMeta, seconds: float, ranks: Sequence[int]) -> None:
-        """After a chunk, which began on these ranks."""
         limit = self._trainer.config.actor_rollout_ref.rollout.response_length
         for tag in list_samples(chunk):
             self._lengths.observe(tag["response_len"], 0, tag["response_len"] < limit)
@@ -308,7 +317,6 @@ class AdaptiveStream(AdaptiveTrainer, PPOTrainerSeparateAsync):
     mode, tail_batching_at = "separate_async", f"trainer.v1.{MODE}"
     announces_steps = streams = True
     step_class, worker_class = StreamStep, SummingWorker
-    stream: StreamStep
 
     def __init__(self, config: DictConfig) -> None:
         options.check_stream(config, MODE, self.mode)

@@ -22,11 +22,12 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, _accumulate_eviction_metrics
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils
 
 from sglang_pat.integrations.verl.reward_ledger import TrainerLedger
@@ -37,9 +38,6 @@ from sglang_pat.rollout.rounds import make_announcement
 from sglang_pat.rollout.rules import Rules
 from sglang_pat.rollout.state import LONG
 
-if TYPE_CHECKING:
-    from sglang_pat.integrations.verl.trainers import AdaptiveTrainer
-
 logger = logging.getLogger(__name__)
 
 
@@ -48,7 +46,9 @@ class TailBatching:
 
     Args:
         rules: of the admitter.
-        streams: whether the trainer gets the groups of a step as they are taken.
+        announce: tells the engines of a step.
+        stop: ends all that the engines generate; None: verl's way.  With it the trainer streams: it gets the groups of
+            a step as they are taken.
 
     Attributes:
         ledger: says which responses have ended; it is there from the trainer's setup on.
@@ -56,16 +56,18 @@ class TailBatching:
 
     ledger: TrainerLedger
 
-    def __init__(self, trainer: AdaptiveTrainer, rules: Rules, streams: bool) -> None:
+    def __init__(
+        self, trainer: PPOTrainer, rules: Rules, announce: Callable[[BeginRound], None], stop: Callable[[], None] | None
+    ) -> None:
         self._trainer, config = trainer, trainer.config
         groups, sampler = config.algorithm.get("filter_groups") or {}, config.trainer.v1.sampler
         metric = trainer._resolve_filter_groups_metric()
         most_batches = max(groups.get("max_num_gen_batches", 0), 0) if metric else 0
         if most_batches:  # of which verl has just said that it is ignored
             logger.warning("algorithm.filter_groups.max_num_gen_batches=%s holds with tail batching", most_batches)
-        self.buffer = (ChunkedTailBatchingBuffer if streams else TailBatchingBuffer)(
-            rules, config.actor_rollout_ref.rollout.response_length, self._submit,
-            trainer.engines.stop_requests if streams else self._abort, trainer.engines.announce, most_batches,
+        self.buffer = (ChunkedTailBatchingBuffer if stop else TailBatchingBuffer)(
+            rules, config.actor_rollout_ref.rollout.response_length, self._submit, stop or self._abort, announce,
+            most_batches,
             # With a filter a step goes on until verl has the rewards.
             take_ends=dict if rules.filter_groups else lambda: self.ledger.take_ends(trainer.global_steps),
             drop=lambda uids: self.ledger.drop(trainer.global_steps, uids),

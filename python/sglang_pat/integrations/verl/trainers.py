@@ -84,10 +84,9 @@ class CheckedTrainer(PPOTrainer):
         return super()._balance_batch(batch, metrics, **named)
 
 
-for _name, _kind in {
-    "sync": PPOTrainerSync, "colocate_async": PPOTrainerColocateAsync, "separate_async": PPOTrainerSeparateAsync
-}.items():  # fmt: skip
-    TRAINER_REGISTRY[_name] = type(f"Checked{_kind.__name__}", (CheckedTrainer, _kind), {})
+for _mode in ("sync", "colocate_async", "separate_async"):
+    _verls = TRAINER_REGISTRY[_mode]
+    TRAINER_REGISTRY[_mode] = type(f"Checked{_verls.__name__}", (CheckedTrainer, _verls), {})
 
 
 class Engines:
@@ -124,11 +123,9 @@ class Engines:
 
     def take_metrics(self) -> dict[str, float]:
         """What the engines did since the last call; nothing at the first one."""
-        before = self._totals
-        self._totals = ray.get([actor.get_totals.remote() for actor in self.list_actors()])
-        if not before:
-            return {}
-        return figures.compute_metrics([now.subtract(then) for now, then in zip(self._totals, before, strict=True)])
+        before, self._totals = self._totals, ray.get([actor.get_totals.remote() for actor in self.list_actors()])
+        since = [now.subtract(then) for now, then in zip(self._totals, before, strict=bool(before))]
+        return figures.compute_metrics(since) if since else {}
 
 
 class AdaptiveTrainer(CheckedTrainer):
@@ -196,13 +193,12 @@ class AdaptiveTrainer(CheckedTrainer):
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         return report_degrees(self.config, super()._compute_old_log_prob(batch, metrics), metrics)
 
-    # -- prompts of a step -------------------------------------------------------------------------------
-
     def _build_replay_buffer(self) -> ReplayBuffer:
         """verl's, or that of tail batching."""
         where = self.tail_batching_at
         if where and (rules := options.read_tail_batching(self.config, where, self.trainer_mode)):
-            self.tail_batching = TailBatching(self, rules, self.streams)
+            stop = self.engines.stop_requests if self.streams else None
+            self.tail_batching = TailBatching(self, rules, self.engines.announce, stop)
         buffer = self.tail_batching.buffer if self.tail_batching else super()._build_replay_buffer()
         if self.tail_batching or self.streams:
             buffer.poll_interval = POLL_SECONDS
@@ -219,12 +215,10 @@ class AdaptiveTrainer(CheckedTrainer):
         """A step without tail batching."""
         rollout, buffer = self.config.actor_rollout_ref.rollout, self.replay_buffer
         is_verls = type(buffer) in (ReplayBuffer, ReplayBufferAsync)
+        limit, prompts = rollout.response_length, self.config.data.train_batch_size
         if not is_verls or buffer.filter_groups_metric or buffer.sync_refill_failed_groups:
-            return BeginRound(max_new_tokens=rollout.response_length)  # more may come
-        prompts = self.config.data.train_batch_size
-        return BeginRound.of_size(prompts, rollout.n, max_new_tokens=rollout.response_length)
-
-    # -- checkpoints -------------------------------------------------------------------------------------
+            return BeginRound(max_new_tokens=limit)  # more may come
+        return BeginRound.of_size(prompts, rollout.n, max_new_tokens=limit)
 
     def _save_checkpoint(self) -> None:
         """verl's, with ours before: verl ends with the note that a checkpoint is complete."""
