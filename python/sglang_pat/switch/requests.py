@@ -53,7 +53,7 @@ def split_by_kv(scheduler: SwitchingScheduler) -> tuple[list[Req], list[Req], li
 
 
 def list_decoded_waiting(scheduler: SwitchingScheduler) -> list[Req]:
-    """Those that decoded and wait now: parked by a switch, or retracted."""
+    """Requests that decoded and wait now: parked by a switch, or retracted."""
     return [req for req in loop.list_queued(scheduler) if host.get_output(req)]
 
 
