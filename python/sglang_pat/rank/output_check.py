@@ -37,7 +37,7 @@ SHORTEST = 4
 STEPS = ("prefill", "decode")
 
 ALLOWED = {torch.float32: 0.02, torch.bfloat16: 0.2, torch.float16: 0.2}
-"""How far, by dtype, the logits of a right layout may be, as :func:`measure_distances` counts (docs/architecture.md)."""
+"""How far the logits of a right layout may be, by dtype, as :func:`measure_distances` counts (architecture.md)."""
 
 CLOSE = 0.1
 """Share of the tokens of a mixture in bfloat16 or float16 that must be that near."""
