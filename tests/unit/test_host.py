@@ -140,6 +140,10 @@ UNCHECKED = {
     ("requests.py", "surr_and_decode_ids"): "SGLang makes it on first use",
     ("scheduler.py", "fence"): "ours",
     ("scheduler.py", "reqs"): "ours",
+    ("shutdown.py", "argtypes"): "of ctypes",
+    ("shutdown.py", "force_exit"): "of uvicorn, and read before",
+    ("shutdown.py", "over"): "ours",
+    ("shutdown.py", "restype"): "of ctypes",
 }
 """Attributes of objects other than ``self`` that ``host/`` writes without ``assign``, and why."""
 
