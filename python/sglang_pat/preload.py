@@ -5,8 +5,8 @@ import setproctitle
 # Finds the place of the process title by its environment, which each forked process then replaces.
 setproctitle.getproctitle()
 
-import sglang_pat.coordinator.process  # noqa: E402
-import sglang_pat.host.process  # noqa: E402, F401
+import sglang_pat.coordinator.process  # noqa: E402  # pyright: ignore[reportUnusedImport]
+import sglang_pat.host.process  # noqa: E402, F401  # pyright: ignore[reportUnusedImport]
 from sglang_pat.host.child import import_model_files  # noqa: E402
 
 import_model_files()

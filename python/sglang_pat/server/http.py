@@ -42,7 +42,7 @@ class _TakeBackRanks(msgspec.Struct, forbid_unknown_fields=True):
     client: ClientName = CLIENT
 
 
-def add_routes(app) -> None:
+def add_routes(app: Any) -> None:
     """Add ``/pat/*`` to SGLang's FastAPI application, under its API-key rules; once."""
     if any(getattr(route, "path", None) == "/pat/status" for route in app.routes):
         return
