@@ -23,7 +23,12 @@ PARTS = {
 
 @dataclass
 class Step:
-    """``seconds``: of each of :data:`PARTS`; ``reward``: mean of the step."""
+    """A step of a run.
+
+    Attributes:
+        reward: mean reward.
+        seconds: seconds of each of :data:`PARTS`.
+    """
 
     reward: float
     seconds: dict[str, float]
@@ -36,7 +41,7 @@ class Step:
 
 @dataclass
 class Visit:
-    """An engine was in a layout of degree ``tp`` from ``start`` to ``end``, seconds of one clock, with requests."""
+    """Stay of an engine with requests in a layout of degree ``tp``, from ``start`` to ``end``, seconds of one clock."""
 
     start: float
     end: float

@@ -1,5 +1,5 @@
-"""The picture of a run: what was learnt, over samples and over time; how long responses were; where the time went.  And
-that of a step in which a rank was lent."""
+"""Pictures of a run: what was learnt, over samples and over time; how long responses were; where the time went.  One
+more shows a step in which a rank was lent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARTS = {"generation": pictures.STEEL, "training": pictures.PALE_PURPLE, "weight
 
 
 class Results(msgspec.Struct, kw_only=True):
-    """``figures.json``.
+    """Figures of a run, ``figures.json``.
 
     Attributes:
         before: mean reward on the held-out problems before the first step.

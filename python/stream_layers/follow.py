@@ -19,7 +19,7 @@ from stream_layers.residency import STEPS, Residency
 logger = logging.getLogger(__name__)
 
 EVERY = 16
-"""A busy judge looks at its memory in each turn of so many; an idle one in each, once a second."""
+"""Turns between two looks of a busy judge at its memory; an idle one looks in each turn, once a second."""
 
 
 class Follower:

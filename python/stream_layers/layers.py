@@ -31,16 +31,16 @@ from stream_layers.plan import FLAG, PLACES, CannotStream
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 256
-"""Parameters begin at a multiple of so many bytes, as the kernels of torch and cuBLAS like them."""
+"""Alignment of parameters in bytes, as the kernels of torch and cuBLAS like it."""
 
 
 def align(parameter: torch.Tensor) -> int:
-    """Bytes of a parameter, up to where the next one may begin."""
+    """Bytes of a parameter, rounded up to where the next one may begin."""
     return -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def count_bytes(layer: torch.nn.Module) -> int:
-    """Of a layer, as one run of bytes."""
+    """Bytes of a layer as one run."""
     return sum(map(align, layer.parameters()))
 
 
@@ -126,12 +126,12 @@ class StreamedLayers(BaseOffloader):
 
     @property
     def layer_bytes(self) -> int:
-        """Of the largest layer, and so of each place."""
+        """Bytes of the largest layer, and so of each place."""
         return max(map(count_bytes, self._modules))
 
     @property
     def resident_bytes(self) -> int:
-        """Of the layers on the device: those that stay there, and the places of the others."""
+        """Bytes of the layers on the device: the resident ones, and the places of the others."""
         resident = (module for number, module in enumerate(self._modules) if number not in self._host)
         return sum(p.nbytes for module in resident for p in module.parameters()) + sum(p.nbytes for p in self._places)
 
