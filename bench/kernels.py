@@ -32,7 +32,7 @@ WAYS = ("copies", "views", "gate and up: copy", "one launch", "two launches")
 
 @dataclass
 class Linear:
-    """What rank 0 of a layout multiplies: parts of a base weight, ``[out, in]``, as views and as one copy."""
+    """Product of rank 0 of a layout: parts of a base weight, ``[out, in]``, as views and as one copy."""
 
     parts: list[torch.Tensor]
     copy: torch.Tensor

@@ -86,7 +86,7 @@ def draw(path: Path, steps: Sequence[Step], logs: Sequence[Path]) -> Path:
 
 
 def title(steps: Sequence[Step], engines: Sequence[Sequence[Visit]]) -> str:
-    """What the time went into, and whether the engines switched."""
+    """Title that says what the time went into, and whether the engines switched."""
     switches = sum(one.tp != other.tp for engine in engines for one, other in zip(engine, engine[1:], strict=False))
     whole = sum(sum(step.seconds.values()) for step in steps)
     share = sum(step.seconds.get("generation", 0.0) for step in steps) / whole if whole else 0.0

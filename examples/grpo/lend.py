@@ -45,8 +45,9 @@ class Timeline(msgspec.Struct, kw_only=True):
 
 
 class Lending:
-    """Asks the engine's policy at each group of a round, and does what it says: :meth:`begin`, then :meth:`take` for
-    each group, :meth:`finish` when the round is over.
+    """Lending of a rank: asks the engine's policy at each group of a round, and does what it says.
+
+    The calls are :meth:`begin`, then :meth:`take` for each group, and :meth:`finish` when the round is over.
 
     Args:
         train: function that adds the gradient of some groups to that of the step.

@@ -242,7 +242,7 @@ class Trainer:
         self.apart = max(self.apart, add_gradient(self.policy, groups, decoupled))
 
     def update(self, groups: list[Group]) -> None:
-        """One step of AdamW, with the mean gradient over the tokens of all groups."""
+        """Make one step of AdamW, with the mean gradient over the tokens of all groups."""
         if self.lending is None:
             self.train(groups)
         else:

@@ -1,4 +1,4 @@
-"""What errors say to a user."""
+"""Messages of errors, for a user."""
 
 from __future__ import annotations
 

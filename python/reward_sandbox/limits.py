@@ -130,7 +130,7 @@ class TimeLimits:
         return drawn < self.rules.rerun_share
 
     def estimate_wrong_cuts(self, cuts: int) -> Interval:
-        """How many of ``cuts`` runs that were cut below ``maximum`` would have been right.
+        """Estimated number of right runs among ``cuts`` runs that were cut below ``maximum``.
 
         The share is that of all reruns of the job so far; the interval is Wilson's, of 95%.  It does not collapse
         where no rerun was right.

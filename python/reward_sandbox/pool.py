@@ -32,8 +32,8 @@ from reward_sandbox import guard, program_runner
 from reward_sandbox.errors import format_one_line
 
 STARTS = ("fork", "spawn")
-"""How a process starts.  ``fork``: at once, with any function.  ``spawn``: clean, for a function that uses CUDA or the
-threads of torch; it has to be one that can be pickled, and is imported anew each time."""
+"""Ways to start a process.  ``fork``: at once, with any function.  ``spawn``: clean, for a function that uses CUDA or
+the threads of torch; it has to be one that can be pickled, and is imported anew each time."""
 
 START_SECONDS = 60.0
 """Longest start of a process."""
@@ -100,7 +100,9 @@ class _Call:
 
 
 class RewardPool:
-    """Calls ``function`` in processes; a coroutine function in the event loop that asks, as many at once as ask.
+    """Pool of processes that call ``function``.
+
+    A coroutine function is called in the event loop that asks, as often at once as it is asked for.
 
     A coroutine function is given up at its limit, too.  One that does not give the loop back stops everything.
 

@@ -163,7 +163,7 @@ def find_children() -> list[int]:
 
 
 class Watch:
-    """One run: feeds stdin, reads a bounded amount, and ends it when its time is over."""
+    """One run of the program: it feeds stdin, reads a bounded amount, and ends the program when its time is over."""
 
     def __init__(self, pid: int, pipes: tuple[int, int, int], stdin: bytes, rest: dict[str, Any]) -> None:
         self.pid, self.rest = pid, rest
@@ -248,7 +248,7 @@ class Watch:
 
 
 def run_case(case: dict[str, Any], control: int, rlimits: dict[str, int]) -> dict[str, Any] | None:
-    """What happened; None in the forked process, which has to become the program."""
+    """Run the program, and return what happened; None in the forked process, which has to become the program."""
     (in_read, in_write), (out_read, out_write), (err_read, err_write) = (os.pipe() for _ in range(3))
     start = time.monotonic()
     pid = os.fork()

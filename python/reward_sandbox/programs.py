@@ -81,7 +81,7 @@ class Case(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What a program is for: the function to call, or None for one that reads stdin, and its test cases."""
+    """Task of a program: the function to call, or None for a program that reads stdin, and the test cases."""
 
     function: str | None
     cases: list[Case]

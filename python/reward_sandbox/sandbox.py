@@ -126,7 +126,7 @@ def _find_bwrap() -> Iterator[str]:
 
 
 def _find_folders(python: str) -> tuple[str, ...]:
-    """Where an interpreter and its packages are, outside of ``/usr``."""
+    """Folders of an interpreter and its packages outside of ``/usr``."""
     command = [python, "-I", "-c", "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()

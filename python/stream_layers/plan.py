@@ -16,7 +16,7 @@ FLAG = "--stream-layers"
 
 
 class CannotStream(ValueError):
-    """One line: what was given, and what to change."""
+    """Error of a judge that cannot stream; one line: what was given, and what to change."""
 
 
 def parse_count(text: str, where: str = FLAG) -> int | None:

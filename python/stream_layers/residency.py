@@ -35,10 +35,11 @@ class Residency:
     """Seconds of the latest steps with this number of layers streamed; they are long if sequences are."""
 
     def choose_count(self) -> int:
-        """How many layers to stream from now on.
+        """Number of layers to stream from now on.
 
-        Less than half of the room for activations left: as many more as make it whole.  Else fewer, if steps wait for
-        copies and the room stays whole; never fewer than at the start, since what an asleep actor leaves free is its.
+        If less than half of the room for activations is left, more are streamed to make it whole.  Else fewer are, if
+        steps wait for copies and the room stays whole.  There are never fewer than at the start: memory that a sleeping
+        actor leaves free is its own.
         """
         saved = count_saved(self.streamed)
         if self.free < self.kept // 2:

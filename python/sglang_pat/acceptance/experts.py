@@ -74,7 +74,7 @@ def use_arguments(model: str, flags: tuple[str, ...] = ()) -> Iterator[None]:
 
 
 def compare(layer: Layer, batches: tuple[int, ...], device: str, dtype: torch.dtype) -> Result:
-    """Passed if all products are equal in every bit, and the layers to what rounding may do."""
+    """Result, passed if all products are equal in every bit, and the layers up to rounding."""
     rows = [["tp", "requests", "equal"]]
     for tp in DEGREES:
         for batch in batches:

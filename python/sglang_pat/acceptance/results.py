@@ -53,7 +53,7 @@ class Report(msgspec.Struct, kw_only=True):
 
     @property
     def counted(self) -> str:
-        """How many steps had which verdict, as in "9 passed, 1 left out"."""
+        """Number of steps by verdict, as in "9 passed, 1 left out"."""
         counts = Counter(result.verdict for result in self.results)
         return ", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict) if counts[verdict])
 
