@@ -103,8 +103,7 @@ class RewardPool:
     """Pool of processes that call ``function``.
 
     A coroutine function is called in the event loop that asks, as often at once as it is asked for.
-
-    A coroutine function is given up at its limit, too.  One that does not give the loop back stops everything.
+    It is given up at its limit, too.  One that does not give the loop back stops everything.
 
     Args:
         processes: most calls at once that compute.

@@ -158,7 +158,7 @@ class StreamedLayers(BaseOffloader):
             self.wrap_modules(stacks[0])
 
     def post_init(self) -> None:
-        """Give the layers their places; SGLang calls this with the weights loaded, before it counts the memory for KV."""
+        """Give the layers their places.  SGLang calls this with the weights loaded, before it counts memory for KV."""
         if not self.can_change:
             if not self.start:
                 return
