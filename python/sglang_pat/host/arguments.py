@@ -27,6 +27,7 @@ from sglang_pat.cpu import shm
 from sglang_pat.errors import format_one_line
 from sglang_pat.figures import job_log
 from sglang_pat.host import sharing
+from sglang_pat.host.assign import assign
 from sglang_pat.host.guard import check_overrides
 from sglang_pat.launch.contract import check_sglang
 from sglang_pat.launch.processes import get_private_folder
@@ -192,15 +193,14 @@ def make_outer_view(args: AdaptiveServerArgs, spec: EngineSpec) -> AdaptiveServe
     With ``dp_size == 1`` SGLang's control calls expect one reply, whatever the layout.
     """
     view = copy.copy(args)
-    view._spec = spec
-    view.tp_size, view.dp_size = spec.config.num_ranks, 1
+    assign(view, _spec=spec, tp_size=spec.config.num_ranks, dp_size=1)
     return view
 
 
 def make_rank_view(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
     """``args`` as one replica of the base layout: what each rank's scheduler is built with."""
     view = copy.copy(args)
-    view.tp_size, view.dp_size = args.spec.config.base.tp, 1
+    assign(view, tp_size=args.spec.config.base.tp, dp_size=1)
     return view
 
 
@@ -315,10 +315,10 @@ def set_pool_size(args: AdaptiveServerArgs, plan: MemoryPlan) -> AdaptiveServerA
     view = copy.copy(args)
     if not args.pat_fraction_given:
         ours = args.device == "cpu" or sharing.is_gpu_shared()
-        view.mem_fraction_static = PLANNED_FRACTION if ours else round(plan.static_fraction, 4)
+        assign(view, mem_fraction_static=PLANNED_FRACTION if ours else round(plan.static_fraction, 4))
     # On a GPU a fraction is SGLang's to apply: it has measured what is free by then.
     if args.device == "cpu" or not args.pat_fraction_given:
-        view.max_total_tokens = plan.tokens
+        assign(view, max_total_tokens=plan.tokens)
     return view
 
 
@@ -371,27 +371,26 @@ def _set_cpu_defaults(args: AdaptiveServerArgs) -> None:
     """Choices without which SGLang does not run on a CPU without AMX."""
     if is_cuda():
         return
-    args.device = args.device or "cpu"
+    assign(args, device=args.device or "cpu")
     if args.device != "cpu":
         return
     if not cpu_has_amx_support() and args.attention_backend in (None, "intel_amx"):
-        args.attention_backend = "torch_native"
+        assign(args, attention_backend="torch_native")
     if args.grammar_backend in (None, "xgrammar"):
         # SGLang's default has no kernels for a CPU.
-        args.grammar_backend = "llguidance"
+        assign(args, grammar_backend="llguidance")
     # It gains nothing where the "device" is the core that schedules, and a response's last step is made twice.
-    args.disable_overlap_schedule = not args.pat_cpu_overlap
-    args.disable_cuda_graph = True
+    assign(args, disable_overlap_schedule=not args.pat_cpu_overlap, disable_cuda_graph=True)
     # SGLang's schedulers poll; ranks may outnumber cores here.
-    args.sleep_on_idle = True
+    assign(args, sleep_on_idle=True)
 
 
 def _set_mixture_defaults(args: AdaptiveServerArgs) -> None:
     """What SGLang else chooses by itself for some mixtures of experts, and is refused: on Hopper and Blackwell a fused
     all-reduce, on Blackwell a kernel that wants experts in an order of its own."""
-    args.enforce_disable_flashinfer_allreduce_fusion = True
+    assign(args, enforce_disable_flashinfer_allreduce_fusion=True)
     if args.moe_runner_backend == "auto":
-        args.moe_runner_backend = "triton"
+        assign(args, moe_runner_backend="triton")
 
 
 def drop_impossible_candidates(args: AdaptiveServerArgs) -> None:

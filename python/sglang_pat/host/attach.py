@@ -48,7 +48,7 @@ def patch_launcher(
     def become_adaptive(args: ServerArgs) -> None:
         if not isinstance(args, AdaptiveServerArgs):
             adaptive = make_adaptive(_get_given_fields(args))
-            args.__class__ = AdaptiveServerArgs
+            assign(args, __class__=AdaptiveServerArgs)
             vars(args).clear()
             vars(args).update(vars(adaptive))
             if (http_server := sys.modules.get("sglang.srt.entrypoints.http_server")) is not None:

@@ -11,6 +11,8 @@ from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct as io
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+from sglang_pat.host.assign import assign
+
 MAX_MESSAGE = 500
 """Characters of an error that a client gets to see."""
 
@@ -19,10 +21,10 @@ def _merge_success(replies: list[Any]) -> Any:
     """One reply that succeeded if all did, with the distinct messages of those that did not (or of all)."""
     merged = replies[0]
     failed = [reply for reply in replies if not reply.success]
-    merged.success = not failed
+    assign(merged, success=not failed)
     messages = [reply.message for reply in failed or replies if getattr(reply, "message", None)]
     if messages:
-        merged.message = " | ".join(dict.fromkeys(messages))
+        assign(merged, message=" | ".join(dict.fromkeys(messages)))
     return merged
 
 
@@ -33,7 +35,7 @@ def _sum_loads(replies: list[io.GetLoadsReqOutput]) -> io.GetLoadsReqOutput:
         if hasattr(merged, name):
             setattr(merged, name, sum(getattr(reply, name) for reply in replies))
     if hasattr(merged, "token_usage"):
-        merged.token_usage = sum(reply.token_usage for reply in replies) / len(replies)
+        assign(merged, token_usage=sum(reply.token_usage for reply in replies) / len(replies))
     return merged
 
 
@@ -124,10 +126,10 @@ def clear_sender(obj: Any) -> None:
     if not isinstance(obj, io.BaseReq):
         return
     if not isinstance(obj, io.AbortReq):
-        obj.rid = None
+        assign(obj, rid=None)
     elif not isinstance(obj.rid, str):
-        obj.rid = str(obj.rid)
-    obj.http_worker_ipc = None
+        assign(obj, rid=str(obj.rid))
+    assign(obj, http_worker_ipc=None)
 
 
 def find_effects(obj: Any) -> dict[str, Any]:

@@ -84,8 +84,8 @@ class LaunchedEngine(stock.Engine):
         for rank in range(config.num_ranks):
             rank_ports = copy.copy(port_args)
             if rank in config.base.leaders:
-                rank_ports.scheduler_input_ipc_name = leader_addresses[rank]
-                rank_ports.rpc_ipc_name = f"ipc://{folder}/rpc{rank}"
+                addresses = {"scheduler_input_ipc_name": leader_addresses[rank]}
+                assign(rank_ports, rpc_ipc_name=f"ipc://{folder}/rpc{rank}", **addresses)
             # As SGLang starts its schedulers: one visible GPU each if so asked, bound to the GPU's NUMA node.
             with (
                 maybe_reindex_device_id(spec.gpus[rank]) as gpu_id,
@@ -199,7 +199,7 @@ def _warm_up(server_args: AdaptiveServerArgs) -> bool:
     manager = http_server.get_global_state().tokenizer_manager
     begins, manager.pat_log_begins = manager.pat_log_begins, False
     view = copy.copy(server_args)
-    view.dp_size = server_args.spec.config.base.dp
+    assign(view, dp_size=server_args.spec.config.base.dp)
     try:
         return http_server._execute_server_warmup(view)
     finally:

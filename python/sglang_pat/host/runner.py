@@ -205,7 +205,7 @@ def build_model(runner: AdaptiveModelRunner) -> torch.nn.Module:
 
 
 def read_parts(runner: AdaptiveModelRunner) -> LayoutParts:
-    """Those of the layout that it is pointed at."""
+    """The parts that the runner is pointed at."""
     return LayoutParts(
         model=runner.model,
         sampler=runner.sampler,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from sglang_pat.host.assign import assign
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -33,4 +35,4 @@ def allow_sharing(rank: int) -> None:
     def can_use(group: ProcessGroup, **_: Any) -> bool | None:
         return True if group.size() > 1 else None
 
-    custom_all_reduce_v2.can_use_custom_all_reduce_with_nvlink = can_use
+    assign(custom_all_reduce_v2, can_use_custom_all_reduce_with_nvlink=can_use)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from sglang.srt.managers.tokenizer_manager import SignalHandler
 from sglang.srt.utils.watchdog import SubprocessWatchdog
 
+from sglang_pat.host.assign import assign
 from sglang_pat.launch import processes
 from sglang_pat.launch.processes import NAMED
 
@@ -163,7 +164,7 @@ class Shutdown:
     async def _end(self, number: int) -> None:
         manager, handler = self._manager, self._before[number]
         logger.info("%s: ending, %d requests are aborted", signal.Signals(number).name, len(manager.rid_to_state))
-        manager.gracefully_exit = True  # /health says so
+        assign(manager, gracefully_exit=True)  # /health says so
         begun = time.monotonic()
         while manager.rid_to_state and time.monotonic() - begun < ABORT_SECONDS:
             # Again and again: a round starts others until its client is gone.
