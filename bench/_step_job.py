@@ -39,7 +39,7 @@ def _get_sandbox() -> Sandbox:
 
 
 def score_with_one_limit(ground_truth: Any, extra_info: Mapping[str, Any], **_: Any) -> float:
-    """A reward function for verl's own manager: a program has :data:`MAXIMUM`, whatever others took."""
+    """Reward function for verl's own manager: a program has :data:`MAXIMUM`, whatever others took."""
     response = make_response(int(extra_info["index"]), extra_info[SESSION])
     return score_response(response, ground_truth, _get_sandbox(), [MAXIMUM], maximum=MAXIMUM).value
 
@@ -61,8 +61,8 @@ def divide(begun: float, generated: float, ended: float, waits: Sequence[tuple[f
     """Seconds of a step by stage.
 
     Args:
-        generated: when its last response was.
-        waits: in which its trainer had nothing to do.
+        generated: time of its last response.
+        waits: times in which its trainer had nothing to do, as (begin, end).
     """
     idle = sum(max(0.0, min(end, generated) - begin) for begin, end in waits)
     reward = sum(max(0.0, end - max(begin, generated)) for begin, end in waits)
@@ -119,14 +119,14 @@ def _score_programs(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class RanksNever(LentRanks):
-    """None are lent."""
+    """Ranks of which none is lent."""
 
     def ask_policy(self, step: StreamStep, complete: int, groups: set[str]) -> dict[int, Move]:
         return {}
 
 
 class RanksAtMilestone(LentRanks):
-    """They are lent at the first milestone, whatever it gains."""
+    """Ranks that are lent at the first milestone, whatever it gains."""
 
     def ask_policy(self, step: StreamStep, complete: int, groups: set[str]) -> dict[int, Move]:
         waiting = set(range(len(self._trainer.engines.list_actors()))) - self._lent.keys()

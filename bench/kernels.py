@@ -25,19 +25,19 @@ from sglang_pat.memory.shapes import ModelShape, read_config
 from sglang_pat.testing import models
 
 LAYERS = 4
-"""That are measured: so many that their weights do not stay in a cache."""
+"""Number of layers that are measured, enough that their weights do not stay in a cache."""
 DEGREES, BATCHES = (2, 4, 8), (1, 8, 64)
 WAYS = ("copies", "views", "gate and up: copy", "one launch", "two launches")
 
 
 @dataclass
 class Linear:
-    """What rank 0 of a layout multiplies: parts of a base weight, ``[out, in]``, as views and as one copy."""
+    """Product of rank 0 of a layout: parts of a base weight, ``[out, in]``, as views and as one copy."""
 
     parts: list[torch.Tensor]
     copy: torch.Tensor
     given: torch.Tensor
-    """``[batch, in]``."""
+    """Input, ``[batch, in]``."""
 
     def on_views(self) -> torch.Tensor:
         if len(self.parts) == 1:

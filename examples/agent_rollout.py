@@ -30,7 +30,7 @@ from sglang_pat.testing import models
 
 
 class Tool(BaseHTTPRequestHandler):
-    """Counts the characters of what it is sent, for up to 0.3 s, and says whether that is enough."""
+    """A tool that counts the characters that it is sent, for up to 0.3 s, and says whether they are enough."""
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -44,7 +44,7 @@ class Tool(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a line for each call is too much."""
+        """Log nothing: a line for each call is too much."""
 
 
 class Agent:

@@ -23,7 +23,12 @@ PARTS = {
 
 @dataclass
 class Step:
-    """``seconds``: of each of :data:`PARTS`; ``reward``: mean of the step."""
+    """A step of a run.
+
+    Attributes:
+        reward: mean reward.
+        seconds: seconds of each of :data:`PARTS`.
+    """
 
     reward: float
     seconds: dict[str, float]
@@ -36,7 +41,7 @@ class Step:
 
 @dataclass
 class Visit:
-    """An engine was in a layout of degree ``tp`` from ``start`` to ``end``, seconds of one clock, with requests."""
+    """Stay of an engine with requests in a layout of degree ``tp``, from ``start`` to ``end``, seconds of one clock."""
 
     start: float
     end: float
@@ -81,7 +86,7 @@ def draw(path: Path, steps: Sequence[Step], logs: Sequence[Path]) -> Path:
 
 
 def title(steps: Sequence[Step], engines: Sequence[Sequence[Visit]]) -> str:
-    """What the time went into, and whether the engines switched."""
+    """Title that says what the time went into, and whether the engines switched."""
     switches = sum(one.tp != other.tp for engine in engines for one, other in zip(engine, engine[1:], strict=False))
     whole = sum(sum(step.seconds.values()) for step in steps)
     share = sum(step.seconds.get("generation", 0.0) for step in steps) / whole if whole else 0.0

@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_run(given: dict[str, Any]) -> Run:
-    """Raises ValueError: what was given does not go together, one line."""
+    """Settings of the run; raises ValueError with one line if the options do not go together."""
     if "model" in given:
         for name in given.keys() & {"warm_up", "slips", "problems"}:
             raise ValueError(f"--{name.replace('_', '-')} is for counting down; leave it out with --model")
@@ -85,7 +85,7 @@ def read_run(given: dict[str, Any]) -> Run:
 
 
 def train(run: Run, file: Path | None, verifier: str | None, out: Path) -> None:
-    """The whole run.  Raises ValueError: what was given cannot be, one line."""
+    """Do the whole run; raises ValueError with one line if it cannot be."""
     verify = find_verifier(verifier) if verifier else None
     sizes = run.steps * run.prompts, run.held_out, run.seed
     if run.task:
@@ -127,7 +127,7 @@ def train(run: Run, file: Path | None, verifier: str | None, out: Path) -> None:
 
 
 def find_verifier(name: str) -> Verifier:
-    """Raises ValueError: there is none of this name."""
+    """The function of this name; raises ValueError if there is none."""
     module, _, function = name.partition(":")
     try:
         verifier = getattr(importlib.import_module(module), function)
@@ -139,7 +139,7 @@ def find_verifier(name: str) -> Verifier:
 
 
 def read_problems(file: Path) -> list[str]:
-    """Raises ValueError: it cannot be read, is empty, or has what is no problem."""
+    """Problems of a file; raises ValueError if it cannot be read, is empty, or holds what is no problem."""
     try:
         problems = files.read(file).decode().split()
         for problem in problems:

@@ -13,7 +13,7 @@ from examples.grpo.task import Task
 PAD, EOS = 0, 1
 CHARACTERS = "0123456789-=,."
 VOCABULARY = 16
-"""Two special tokens, and the characters."""
+"""Tokens: two special ones, and the characters."""
 
 LEAST, MOST, MEAN = 2, 30, 4.0
 """Numbers of an answer: LEAST and an exponential number of mean MEAN more, MOST at most."""
@@ -29,13 +29,13 @@ def encode(text: str) -> list[int]:
 
 
 def decode(token_ids: list[int]) -> str:
-    """The characters without EOS; "?" for what is none."""
+    """Text of the tokens, without EOS; "?" for a token that is no character."""
     known = {code: character for character, code in _CODES.items()}
     return "".join(known.get(token, "?") for token in token_ids if token != EOS)
 
 
 def make_prompt(problem: str) -> list[int]:
-    """Token ids."""
+    """Token ids of a problem."""
     return encode(problem + "=")
 
 
@@ -73,12 +73,16 @@ def solve(problem: str, rng: random.Random | None = None, slips: float = 0.0) ->
 
 
 def verify(problem: str, answer: str) -> float:
-    """1 if every number is right, else 0."""
+    """Reward: 1 if every number is right, else 0."""
     return float(answer == solve(problem))
 
 
 def check_problem(text: str) -> None:
-    """Raises ValueError: it is no problem, or its answer would be too long."""
+    """Check a problem.
+
+    Raises:
+        ValueError: it is no problem, or its answer would be too long.
+    """
     first, dash, last = text.partition("-")
     if not (dash and all(len(one) == 2 and one.isascii() and one.isdecimal() for one in (first, last))):
         raise ValueError(f"{text[:60]!r} is no problem")

@@ -25,10 +25,10 @@ class Timeline(msgspec.Struct, kw_only=True):
     """A step by rank, in seconds from its start.
 
     Attributes:
-        generating: of each rank, when it computed tokens.
-        lent: when a rank was lent and taken back; None: it was not.
-        training: when gradients were computed.
-        over: when the last token was computed; ``end``: of the step, with its update and the weights in the engine.
+        generating: times in which each rank computed tokens.
+        lent: time when a rank was lent and taken back; None if it was not.
+        training: times in which gradients were computed.
+        over: time of the last token; ``end``: end of the step, with its update and the weights in the engine.
     """
 
     generating: list[list[Span]]
@@ -45,16 +45,17 @@ class Timeline(msgspec.Struct, kw_only=True):
 
 
 class Lending:
-    """Asks the engine's policy at each group of a round, and does what it says: :meth:`begin`, then :meth:`take` for
-    each group, :meth:`finish` when the round is over.
+    """Lending of a rank: asks the engine's policy at each group of a round, and does what it says.
+
+    The calls are :meth:`begin`, then :meth:`take` for each group, and :meth:`finish` when the round is over.
 
     Args:
-        train: adds the gradient of some groups to that of the step.
-        samples: of a step.
+        train: function that adds the gradient of some groups to that of the step.
+        samples: number of samples of a step.
 
     Attributes:
         decide: the policy; measurements and tests put another one here.
-        pace: of training, in the steps so far.
+        pace: pace of training in the steps so far.
         now: a monotonic clock.
     """
 
@@ -69,20 +70,20 @@ class Lending:
         self.pace.begin_step(self.now())
         self.groups: list[Group] = []
         self.asks = True
-        """The policy may still say something new in this round."""
+        """Whether the policy may still say something new in this round."""
         self.trained = self.ended = 0
-        """Groups whose gradient is there; tokens of responses that have ended."""
+        """Number of groups whose gradient is there; number of tokens of responses that have ended."""
         self.moves: list[float] = []
-        """When a rank was lent, and taken back."""
+        """Times when a rank was lent, and taken back."""
         self.spans: list[tuple[Span, int]] = []
-        """When groups were trained, and their tokens."""
+        """Times in which groups were trained, with their number of tokens."""
 
     @property
     def lent(self) -> bool:
         return len(self.moves) == 1
 
     def take(self, group: Group) -> None:
-        """A group is complete."""
+        """Take a complete group, and do what the policy says."""
         self.groups.append(group)
         self.follow_policy()
         if self.lent:  # the round goes on meanwhile, in a thread of its own
@@ -90,7 +91,7 @@ class Lending:
             self.follow_policy()
 
     def finish(self) -> None:
-        """The round is over: train what is left, with all ranks back."""
+        """End the round: train what is left, with all ranks back."""
         if self.lent:
             self.take_back()
         self.train_new()
@@ -120,7 +121,7 @@ class Lending:
         self.pace.take_back()
 
     def train_new(self) -> None:
-        """The groups that are complete and not trained yet."""
+        """Train the groups that are complete and not trained yet."""
         if new := self.groups[self.trained :]:
             start = self.now()
             self.train(new)
@@ -152,7 +153,7 @@ class Lending:
 
 
 def count_tokens(groups: Sequence[Group]) -> int:
-    """Tokens of prompts and responses."""
+    """Number of tokens of prompts and responses."""
     return sum(
         len(group.prompt["input_ids"]) + len(sample.output.token_ids)
         for group in groups
@@ -161,7 +162,7 @@ def count_tokens(groups: Sequence[Group]) -> int:
 
 
 def make_profile(model: Path, path: Path, flags: Sequence[str]) -> Path:
-    """What steps and switches of this engine take here, which its policy needs; measured if it is not there yet."""
+    """Profile of the steps and switches of this engine, which its policy needs; measured if it is not there yet."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         words = ["--model-path", str(model), "--tp", "1", "--dp", str(RANKS), "--out", str(path), "--budget", "2m"]

@@ -1,5 +1,5 @@
-"""The picture of a run: what was learnt, over samples and over time; how long responses were; where the time went.  And
-that of a step in which a rank was lent."""
+"""Pictures of a run: what was learnt, over samples and over time; how long responses were; where the time went.  One
+more shows a step in which a rank was lent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARTS = {"generation": pictures.STEEL, "training": pictures.PALE_PURPLE, "weight
 
 
 class Results(msgspec.Struct, kw_only=True):
-    """``figures.json``.
+    """Figures of a run, ``figures.json``.
 
     Attributes:
         before: mean reward on the held-out problems before the first step.
@@ -95,7 +95,7 @@ def draw(path: Path, results: Results) -> Path:
 
 
 def make_title(results: Results) -> str:
-    """What was learnt in what time."""
+    """Title that says what was learnt in what time."""
     run, rows = results.run, results.rows
     waited = sum(row.waiting > before.waiting for before, row in pairwise(rows))
     deferred = f"; prompts were deferred in {waited} of {len(rows)} steps" if waited else ""
@@ -137,7 +137,7 @@ def _draw_spans(axes: Axes, place: int, spans: list[Span], color: str, label: st
 
 
 def make_step_title(number: int, step: Timeline) -> str:
-    """How much of the training was done during the round."""
+    """Title that says how much of the training was done during the round."""
     if step.lent is None:
         return f"Step {number}, {step.end:.1f} s: no rank was lent, and all is trained after the round"
     return (

@@ -17,12 +17,12 @@ from sglang_pat.rollout.records import Group, Sample
 from sglang_pat.testing.smollm2 import load_transformers
 
 TOKENS = 4096
-"""Tokens, padding included, that go through the policy at once."""
+"""Most tokens, padding included, that go through the policy at once."""
 LOGITS = 1 << 26
-"""Most logits that there are at once: 256 MiB, a few times."""
+"""Most logits at once: 256 MiB, a few times."""
 Row = TypeVar("Row")
 CAP = 2.0
-"""Most that a token of older weights may weigh (``partial``)."""
+"""Largest weight of a token of older weights (``partial``)."""
 
 
 def make_policy() -> Any:
@@ -74,7 +74,7 @@ def load_policy(folder: Path) -> Any:
 
 
 def split_by_length(rows: Sequence[Row], count: Callable[[Row], int], most: int = TOKENS) -> Iterator[list[Row]]:
-    """Rows of similar length together, ``most`` tokens at once: what is padded is computed, too."""
+    """Batches of rows of similar length, ``most`` tokens each: padding is computed, too."""
     part: list[Row] = []
     for row in sorted(rows, key=count):
         if part and (len(part) + 1) * count(row) > most:
@@ -90,7 +90,7 @@ def compute_logprobs(
     """Log-prob of each token after the first one, and whether it is of the response; ``[rows, tokens - 1]`` each.
 
     Args:
-        rows: prompt and response, token ids.
+        rows: token ids of prompt and response.
     """
     tokens = torch.zeros(len(rows), max(len(prompt) + len(response) for prompt, response in rows), dtype=torch.long)
     mask = torch.zeros(tokens.shape[0], tokens.shape[1] - 1)
@@ -114,8 +114,8 @@ def add_gradient(policy: Any, groups: Sequence[Group], decoupled: bool) -> float
     A sum, so that a batch may come in parts: who has all of them divides by the number of their tokens.
 
     Args:
-        groups: with rewards.
-        decoupled: tokens may be of older weights: each is weighed by what these thought of it.
+        groups: groups with rewards.
+        decoupled: whether tokens may be of older weights: each is weighed by what these thought of it.
 
     Returns:
         Largest difference of a token's probability, between this policy and the engine that sampled it.

@@ -1,4 +1,4 @@
-"""What is learnt."""
+"""A task: what the policy learns."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 Verifier = Callable[[str, str], float]
-"""What an answer to a problem is worth, 0 to 1."""
+"""Reward of an answer to a problem, 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Problems to train and to test, how they are put into tokens, and how answers are read."""
+    """A task: problems to train and to test, how they become tokens, and how answers are read."""
 
     problems: Sequence[str]
     held_out: Sequence[str]

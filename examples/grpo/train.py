@@ -45,18 +45,18 @@ PROFILES = Path(".cache/profiles")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is trained: a checkpoint goes on only if all of it is the same.
+    """Settings of a run: a checkpoint goes on only if all of them are the same.
 
     Attributes:
-        steps: of the epoch; a few more where prompts are deferred to its end.
-        prompts, responses: of a step.
-        warm_up: steps; ``slips``: share of wrong numbers in its examples.
-        rate: of AdamW.
+        steps: steps of the epoch; there are a few more where prompts are deferred to its end.
+        prompts, responses: prompts of a step, and responses to each.
+        warm_up: steps of the warm-up; ``slips``: share of wrong numbers in its examples.
+        rate: rate of learning of AdamW.
         limit: most tokens of a response.
-        switch_at: merge when so many responses or fewer are left.
+        switch_at: number of responses left at which the engine merges.
         held_out: problems that are never trained; ``every``: steps from one test on them to the next.
         model: folder of a checkpoint, and ``task`` of reasoning-gym; "": the small Llama counts down.
-        lend: a rank to the trainer, while a round drains.
+        lend: whether to lend a rank to the trainer while a round drains.
     """
 
     way: str = "plain"
@@ -92,22 +92,22 @@ class Run:
         self.make_rules()
 
     def make_rules(self) -> Rules:
-        """Raises ValueError: as ``Rules`` does."""
+        """Rules of the rollout; raises ValueError as ``Rules`` does."""
         return Rules(num_prompts=self.prompts, num_responses=self.responses, **RULES[self.way])
 
 
 class Row(msgspec.Struct, kw_only=True):
-    """A step.
+    """Figures of a step.
 
     Attributes:
-        samples: trained so far, this step included; ``seconds``: likewise, of the steps (tests are none of it).
-        reward: mean; ``lengths``: tokens of each response.
+        samples: samples trained so far, this step included; ``seconds``: likewise, of the steps without tests.
+        reward: mean reward; ``lengths``: tokens of each response.
         held_out: mean reward on the held-out problems after the step; None: they were not asked.
-        parts: seconds of the step by what they went into; ``degrees``: of its generation, by TP degree.
+        parts: seconds of the step by what they went into; ``degrees``: seconds of its generation by TP degree.
         trained: numbers of the prompts.
-        thrown: tokens; ``waiting``: prompts.
-        apart: see :func:`.policy.add_gradient`.
-        timeline: with ``lend``.
+        thrown: tokens thrown away; ``waiting``: prompts that wait.
+        apart: largest difference of a probability, see :func:`.policy.add_gradient`.
+        timeline: the step by rank, with ``lend``.
     """
 
     samples: int
@@ -145,7 +145,7 @@ class Trainer:
 
     Args:
         model: folder of the first policy.
-        path: of the checkpoint; ``saved``: what :func:`load_checkpoint` found there.
+        path: path of the checkpoint; ``saved``: the one that :func:`load_checkpoint` found there.
     """
 
     def __init__(
@@ -223,26 +223,26 @@ class Trainer:
         return self.lending.groups, summary
 
     def reward(self, response: Response) -> float:
-        """Raises ValueError: one line, the verifier gave something else than a number from 0 to 1."""
+        """Reward of a response; raises ValueError if the verifier gave something else than a number from 0 to 1."""
         problem, tokens = self.task.problems[response.sample.index], response.output.token_ids
         if self.lending is not None:
             self.lending.ended += len(self.task.make_prompt(problem)) + len(tokens)
         return self.judge(problem, tokens)
 
     def judge(self, problem: str, token_ids: list[int]) -> float:
-        """What tokens are worth; see :meth:`reward`."""
+        """Reward of tokens; see :meth:`reward`."""
         value = self.task.verify(problem, self.task.decode(token_ids))
         if not isinstance(value, float | int) or not 0 <= value <= 1:
             raise ValueError(f"the verifier gave {value!r} for {problem!r}, must give a number from 0 to 1")
         return float(value)
 
     def train(self, groups: Sequence[Group]) -> None:
-        """Add their gradient to that of the step."""
+        """Add the groups' gradient to that of the step."""
         decoupled = self.admitter.rules.mode == "partial"
         self.apart = max(self.apart, add_gradient(self.policy, groups, decoupled))
 
     def update(self, groups: list[Group]) -> None:
-        """One step of AdamW, with the mean gradient over the tokens of all groups."""
+        """Make one step of AdamW, with the mean gradient over the tokens of all groups."""
         if self.lending is None:
             self.train(groups)
         else:
@@ -270,7 +270,7 @@ class Trainer:
     # -- the checkpoint --------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """All that a next process needs; whole or not at all."""
+        """Save all that a next process needs, whole or not at all."""
         content = io.BytesIO()
         saved = {
             "run": identify(self.run, self.task.problems), "before": self.before,
@@ -289,12 +289,16 @@ class Trainer:
 
 
 def identify(run: Run, problems: Sequence[str]) -> dict[str, Any]:
-    """What has to be the same where a run goes on."""
+    """Settings that have to be the same where a run goes on."""
     return asdict(run) | {"problems": zlib.crc32("\n".join(problems).encode())}
 
 
 def load_checkpoint(path: Path, run: Run, problems: Sequence[str]) -> dict[str, Any] | None:
-    """What :meth:`Trainer.save` wrote, None if nothing.  Raises ValueError: one line, it is of another run, or none."""
+    """State that :meth:`Trainer.save` wrote; None if there is none.
+
+    Raises:
+        ValueError: it is of another run, or is no checkpoint; one line.
+    """
     if not path.exists():
         return None
     try:
@@ -310,12 +314,12 @@ def load_checkpoint(path: Path, run: Run, problems: Sequence[str]) -> dict[str, 
 
 
 class Clock:
-    """Seconds by what they went into."""
+    """Clock of a step, seconds by what they went into."""
 
     def __init__(self) -> None:
         self.parts: dict[str, float] = {}
         self.ends = [time.monotonic()]
-        """The start, and the end of each part."""
+        """Times of the start, and of the end of each part."""
 
     def end(self, part: str) -> None:
         self.ends.append(time.monotonic())
@@ -323,7 +327,7 @@ class Clock:
 
 
 def describe(rows: Sequence[Row], steps: int) -> str:
-    """How far it is, one line."""
+    """State of the run in one line."""
     if not rows:
         return "before the first step: the held-out problems"
     row, recent = rows[-1], rows[-10:]

@@ -20,7 +20,7 @@ EXAMPLES = str(Path(__file__).resolve().parents[1])
 SMOLLM2 = Path(".cache") / "models" / "smollm2"
 
 RAY_TOO_LATE = "timed out during startup"
-"""What Ray says when its node is not up after the 30 s that it gives it."""
+"""Message of Ray when its node is not up after the 30 s that it gives it."""
 
 WORDS = "license software free copy modify program source terms conditions work warranty".split()
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import filelock
 
 BUILDERS = ("ShareMemCommBuilder", "FusedAdamBuilder")
-"""What a trainer on a CPU loads: its all-reduce, and Adam."""
+"""Operators that a trainer on a CPU loads: its all-reduce, and Adam."""
 _BUILD = f"""
 from deepspeed.accelerator import get_accelerator
 for name in {BUILDERS}:

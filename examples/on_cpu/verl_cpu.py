@@ -39,7 +39,7 @@ _MISSING = {
     "manual_seed": torch.manual_seed,
     "manual_seed_all": torch.manual_seed,
 }
-"""What verl and FSDP ask of a device module, and ``torch.cpu`` does not have."""
+"""Functions that verl and FSDP ask of a device module, and that ``torch.cpu`` does not have."""
 
 for _name, _function in _MISSING.items():
     if not hasattr(torch.cpu, _name):

@@ -23,7 +23,7 @@ HOST = "127.0.0.1"
 
 @CheckpointEngineRegistry.register("gloo")
 class GlooCheckpointEngine(CheckpointEngine):
-    """Tensor by tensor from the first trainer process to all processes of the rollout."""
+    """Checkpoint engine that sends tensor after tensor from the first trainer process to those of the rollout."""
 
     def __init__(self, bucket_size: int, is_master: bool = False) -> None:
         self._master = is_master
@@ -31,7 +31,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         self._group: Any = None  # torch says nothing of a ProcessGroupGloo's methods
 
     def prepare(self) -> int | None:
-        """Where the processes will meet."""
+        """Port at which the processes will meet, if this one is the master."""
         return find_free_port() if self._master else None
 
     @classmethod

@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def metrics(lines: list[str]) -> list[dict[str, float]]:
-    """OpenRLHF's of each step, which it only prints."""
+    """OpenRLHF's metrics of each step, which it only prints."""
     steps = [step[1] for line in lines if (step := re.search(r"Global step \d+: (\{.*\})", line))]
     # As JSON, which has words for what is no number.
     words = ((r"'", '"'), (r"\bnan\b", "NaN"), (r"\binf\b", "Infinity"))

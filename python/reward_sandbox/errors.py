@@ -1,8 +1,8 @@
-"""What errors say to a user."""
+"""Messages of errors, for a user."""
 
 from __future__ import annotations
 
 
 def format_one_line(error: BaseException) -> str:
-    """What an error says, without line breaks; its type's name if it says nothing."""
+    """The message of an error, without line breaks; the name of its type if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__

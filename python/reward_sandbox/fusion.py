@@ -15,10 +15,10 @@ from reward_sandbox.errors import format_one_line
 from reward_sandbox.runs import Resources, Run, SandboxError
 
 WAIT_SECONDS = 10.0
-"""What a request may take besides the program, as verl's client has it."""
+"""Seconds that a request may take besides the program, as in verl's client."""
 TRIES = 3
 PAUSE_SECONDS = 1.0
-"""Before the second try; twice as long before the third."""
+"""Pause before the second try; the one before the third is twice as long."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,10 +21,10 @@ _PID = struct.Struct("=i")
 
 
 class Guard:
-    """Of one pool.
+    """The guard of one pool, a process that kills what the pool's processes leave behind.
 
     Attributes:
-        writer: a process of the pool sends its id there (:func:`join`).
+        writer: pipe to the guard, through which a process of the pool sends its id (:func:`join`).
     """
 
     def __init__(self, context: BaseContext) -> None:
@@ -35,14 +35,14 @@ class Guard:
         reader.close()
 
     def close(self) -> None:
-        """When this returns, the groups of the processes that have ended are killed."""
+        """End the guard.  When this returns, the groups of the processes that have ended are killed."""
         _send(self.writer.fileno(), 0)
         self._process.wait()
         self.writer.close()
 
 
 def join(writer: int) -> None:
-    """Of a process of the pool: become the leader of a group, and tell the guard."""
+    """Make this process of the pool the leader of a group, and tell the guard."""
     os.setpgid(0, 0)
     _send(writer, os.getpid())
 
@@ -55,7 +55,7 @@ def _send(writer: int, pid: int) -> None:
 
 
 def _watch(reader: int) -> None:
-    """Until a 0 comes, or nobody is left who could send something: then all leaders have ended."""
+    """Watch the leaders until a 0 comes, or until nobody is left who could send one: then all leaders have ended."""
     leaders: dict[int, int] = {}
     poll = select.poll()
     poll.register(reader, select.POLLIN)

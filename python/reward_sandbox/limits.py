@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 Z = 1.96
 """Standard normal quantile of a two-sided interval of 95%."""
 ENOUGH = 0.9
-"""Of its limit: a second run that had less, and whose wall time was over, got no core and says nothing."""
+"""Share of its limit that a cut second run must have used.  One that used less got no core, and says nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +25,13 @@ class LimitRules:
     minimum: float = 2.0
     """Tmin, seconds: no limit is shorter."""
     maximum: float = 30.0
-    """Tmax, seconds: no limit is longer; that of a case without a right answer so far."""
+    """Tmax, seconds: no limit is longer.  It is the limit of a case without a right answer so far."""
     factor: float = 1.5
-    """Times the anchor, the longest time of a right answer."""
+    """Limit as a multiple of the anchor, which is the longest time of a right answer."""
     rerun_share: float = 0.02
-    """Part of the cut runs that are run again to ``maximum``; 0: none, and nothing is estimated."""
+    """Share of the cut runs that are run again to ``maximum``; with 0 nothing is estimated."""
     seed: int = 0
-    """Of the draw which cut runs these are."""
+    """Seed of the draw that chooses those runs."""
 
     def __post_init__(self) -> None:
         if not 0 < self.minimum <= self.maximum < math.inf:
@@ -47,15 +47,15 @@ class CaseRun(NamedTuple):
     """One run of a program on one test case."""
 
     key: str
-    """Of the test case."""
+    """Key of the test case."""
     outcome: str
     """``right``, ``cut``, or why it was not right."""
     seconds: float
-    """What the program took, by the clock of the limits (:mod:`reward_sandbox.sandbox`)."""
+    """Seconds that the program took, by the clock of the limits (:mod:`reward_sandbox.runs`)."""
     limit: float
-    """Seconds it had."""
+    """Seconds that it was given."""
     rerun: bool = False
-    """Whether it was cut before, and this is the second run, to the maximum."""
+    """Whether this is the second run, to the maximum, of a program that was cut."""
 
 
 class Interval(NamedTuple):
@@ -123,14 +123,14 @@ class TimeLimits:
         self._step[what] = self._step.get(what, 0) + 1
 
     def _draw(self, key: str) -> bool:
-        """By hash and not by a generator: the state to save is one number."""
+        """Whether to run a cut run again.  A hash decides, not a generator: the state to save is one number."""
         self._draws += 1
         text = f"{self.rules.seed} {self._draws} {key}".encode()
         drawn = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") / 2**64
         return drawn < self.rules.rerun_share
 
     def estimate_wrong_cuts(self, cuts: int) -> Interval:
-        """How many of ``cuts`` runs that were cut below ``maximum`` would have been right.
+        """Estimated number of right runs among ``cuts`` runs that were cut below ``maximum``.
 
         The share is that of all reruns of the job so far; the interval is Wilson's, of 95%.  It does not collapse
         where no rerun was right.
@@ -145,11 +145,11 @@ class TimeLimits:
         return Interval(cuts * share, cuts * low, cuts * high)
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the step that ends now, for a tracker; the next step begins.
+        """Metrics of the step that ends now, for a tracker; the next step begins.
 
-        Counts by outcome (``cases`` are all), ``cut_at_maximum`` of the cut ones, ``rerun`` that came back;
-        ``wrong_cuts`` with ``_low`` and ``_high``: of the runs cut below the maximum in this step, how many would have
-        been right (:meth:`estimate_wrong_cuts`); without any rerun so far only the bounds.
+        There are counts by outcome, ``cases`` (all), ``cut_at_maximum`` and ``rerun`` (second runs that came back).
+        ``wrong_cuts``, ``wrong_cuts_low`` and ``wrong_cuts_high`` say how many of the runs cut below the maximum in
+        this step would have been right (:meth:`estimate_wrong_cuts`); without any rerun so far only the bounds.
         """
         step, self._step = self._step, {}
         found: dict[str, float] = {name: float(count) for name, count in step.items()}
@@ -159,7 +159,7 @@ class TimeLimits:
         return found | {"wrong_cuts_low": estimate.low, "wrong_cuts_high": estimate.high}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps; of plain types.  The counts of a step that has not ended are not in it."""
+        """State for a checkpoint, in plain types, without the counts of a step that has not ended."""
         return {
             "rules": asdict(self.rules),
             "anchors": dict(self._anchors),
@@ -184,9 +184,9 @@ class TimeLimits:
         self._anchors, self._draws, self._reruns, self._right_reruns = anchors, draws, reruns, right
 
     def merge(self, state: Mapping[str, Any]) -> None:
-        """Know from now on what another object knows, too; of the counts, those of whoever has seen more.
+        """Learn what another object knows; counts are taken from the object that has seen more.
 
-        Whoever tells it twice changes nothing by the second time.
+        Merging the same state twice changes nothing the second time.
 
         Raises:
             ValueError: as :meth:`load_state_dict`; nothing is changed.

@@ -25,13 +25,13 @@ from reward_sandbox.runs import Resources, Run, SandboxError
 NOBODY = 65534
 """User and group of a program.  Without a user of its own, a limit on processes does not hold for root."""
 START_SECONDS = 30.0
-"""In which a sandbox has to be there; it takes 0.03 s on a quiet machine."""
+"""Longest start of a sandbox; it takes 0.03 s on a quiet machine."""
 GRACE_SECONDS = 2.0
-"""After the maximum of a run, in which the process inside says what happened; then all of it is killed."""
+"""Time after the maximum of a run for the process inside to say what happened; then the sandbox is killed."""
 KILL_SECONDS = 10.0
-"""In which a sandbox that was killed has ended; it takes milliseconds, but on a machine that has no core for it."""
+"""Longest end of a killed sandbox; it takes milliseconds, unless the machine has no core for it."""
 STACK = 128 << 20
-"""Bytes: deep recursion is usual in answers to programming tasks."""
+"""Bytes of stack: deep recursion is usual in answers to programming tasks."""
 VARIABLES = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",
@@ -39,7 +39,7 @@ VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",  # else numpy starts more threads than a program may have
 }
-"""All that a program sees of an environment."""
+"""Environment variables of a program; it has no others."""
 
 
 class LocalSession:
@@ -61,7 +61,7 @@ class LocalSession:
             raise SandboxError(f"{command[0]}: {self._find_reason()}")
 
     def _find_reason(self) -> str:
-        """Why it did not start; it is closed."""
+        """Close the sandbox, and return why it did not start."""
         said = ""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.stdin.close()
@@ -126,7 +126,7 @@ class LocalSession:
         self.stderr.close()
 
     def _kill(self) -> None:
-        """From the inside: bwrap ends when the first process in the sandbox has ended, and all others with it."""
+        """Kill the sandbox from the inside: when its first process has ended, bwrap and all others end, too."""
         self.stdin.close()
         pid = self.process.pid
         with contextlib.suppress(OSError):
@@ -140,7 +140,7 @@ class LocalSession:
 
 
 def _read_run(found: dict[str, Any] | None) -> Run | None:
-    """An answer as a run; None for one that the process inside does not write: a program can write to its pipe."""
+    """The run that an answer describes; None for an answer of another form: a program can write to the pipe, too."""
     texts, times = ("ended", "output", "error"), ("wall", "cpu", "waited")
     if found is None or set(found) != {*texts, *times} or not all(isinstance(found[name], str) for name in texts):
         return None
@@ -156,7 +156,7 @@ def _wait_for(fd: int, event: int, deadline: float) -> None:
 
 
 def _make_rlimits(resources: Resources) -> dict[str, int]:
-    """Of each process of a program.  Time is no one's here: a run has its own limit."""
+    """Limits of each process of a program, without one of time, which the run has itself."""
     return {
         "RLIMIT_AS": resources.memory,
         "RLIMIT_DATA": resources.memory,  # that of whoever starts it may be less
@@ -191,11 +191,10 @@ class Bubblewrap:
     """
 
     bwrap: str
-    """The command."""
     python: str
-    """The interpreter of programs."""
+    """Path of the interpreter that runs programs."""
     folders: tuple[str, ...] = ()
-    """What this needs besides ``/usr``, read-only, at the same places."""
+    """Paths that the interpreter needs besides ``/usr``, mounted read-only at the same places."""
     proc: bool = True
     """Whether programs see a ``/proc``, of their own processes.  Without it the clock of the limits is the wall's."""
     resources: Resources = field(default_factory=Resources)
@@ -241,7 +240,7 @@ class Bubblewrap:
         return [*command, "--", *_make_command(self.python)]
 
     def find_closed(self) -> tuple[str, str] | None:
-        """What root's programs need, and the first part of its path that their user may not enter."""
+        """What programs of root need, and the first part of its path that their user may not enter."""
         if _is_root():
             for needed in (self.bwrap, self.python, *self.folders):
                 for path in (Path(needed), Path(needed).resolve()):

@@ -32,17 +32,18 @@ from reward_sandbox import guard, program_runner
 from reward_sandbox.errors import format_one_line
 
 STARTS = ("fork", "spawn")
-"""How a process starts.  ``fork``: at once, with any function.  ``spawn``: clean, for a function that uses CUDA or the
-threads of torch; it has to be one that can be pickled, and is imported anew each time."""
+"""Ways to start a process.  ``fork``: at once, with any function.  ``spawn``: clean, for a function that uses CUDA or
+the threads of torch; it has to be one that can be pickled, and is imported anew each time."""
 
 START_SECONDS = 60.0
-"""In which a process has to be there."""
+"""Longest start of a process."""
 LOOK_SECONDS = 0.02
-"""Between two looks at the calls that hold a place, while others wait for one; at the rest each fifth time."""
+"""Time between two looks at the calls that hold a place, while others wait for one.  The rest is looked at every
+fifth time."""
 LONG = 0.05
-"""Of its limit: a call that has run for so long holds no place any more.  Perhaps it never ends."""
+"""Share of its limit after which a call holds no place any more: perhaps it never ends."""
 TRIES = 2
-"""Of a call whose process dies: it may have been killed from outside, as by the kernel when memory is short."""
+"""Number of tries of a call whose process dies: the kernel may have killed it when memory was short."""
 REASON_LENGTH = 200
 
 _PR_SET_PDEATHSIG = 1
@@ -52,26 +53,26 @@ class Failure(enum.StrEnum):
     """Why a call gave no score."""
 
     LATE = "late"
-    """It took longer than the limit."""
+    """The call took longer than its limit."""
     RAISED = "raised"
     DIED = "died"
-    """Its process did, each time."""
+    """The call's process died in each try."""
     MEMORY = "memory"
-    """It wanted more than it may have, each time."""
+    """The call wanted more memory than it may have, in each try."""
     INVALID = "invalid"
-    """It returned no finite number, nor a mapping with one as its ``score``."""
+    """The function returned no finite number, nor a mapping with one as its ``score``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """What a call of a reward function gave.
+    """Result of a call of a reward function.
 
     Attributes:
-        value: finite; the pool's ``failed_reward`` if there is a ``failure``.
+        value: finite score; the pool's ``failed_reward`` if there is a ``failure``.
         info: the mapping that the function returned, if it was one.
-        reason: of the failure, one line.
+        reason: the failure in one line.
         waiting: seconds until a process was free.
-        running: seconds in it.
+        running: seconds in that process.
     """
 
     value: float
@@ -90,7 +91,7 @@ class _Call:
         self.limit, self.begun = limit, math.inf
         self.process: _Process | None = None
         self.holds = True
-        """Whether it holds a place."""
+        """Whether the call holds a place."""
 
     def look(self) -> None:
         long = time.monotonic() - self.begun > LONG * self.limit
@@ -99,17 +100,18 @@ class _Call:
 
 
 class RewardPool:
-    """Calls ``function`` in processes; a coroutine function in the event loop that asks, as many at once as ask.
+    """Pool of processes that call ``function``.
 
-    A coroutine function is given up at its limit, too.  One that does not give the loop back stops everything.
+    A coroutine function is called in the event loop that asks, as often at once as it is asked for.
+    It is given up at its limit, too.  One that does not give the loop back stops everything.
 
     Args:
-        processes: calls at once that compute.
-        extra: calls at once beside these, at most: that wait for something else than a core, or have taken more than
-            :data:`LONG` of their limit.
-        limit: seconds of a call, at most.
+        processes: most calls at once that compute.
+        extra: most calls at once beside these: calls that wait for something else than a core, or that have taken
+            more than :data:`LONG` of their limit.
+        limit: most seconds of a call.
         memory: bytes that a process may take beyond those that it has at its start.
-        failed_reward: of a call that fails.
+        failed_reward: value of a call that fails.
         start: one of :data:`STARTS`.
         nice: how much other processes go before these, 0 to 19.
 
@@ -166,8 +168,8 @@ class RewardPool:
         Cancelling this ends the call, and its process.
 
         Args:
-            limit: of this call, if it has one of its own.
-            more: gives further arguments; asked as soon as a process is free.
+            limit: seconds of this call, if not the pool's.
+            more: function that gives further arguments, called as soon as a process is free.
         """
         asked, limit = time.monotonic(), limit or self._limit
         async with contextlib.nullcontext() if self._in_loop else self._take_turn(limit) as call:
@@ -208,7 +210,7 @@ class RewardPool:
             self._admit()
 
     def _admit(self) -> None:
-        """In the order in which they came."""
+        """Let waiting calls begin, first come, first served, as long as there are places."""
         while self._queue and len(self._calls) < self._most:
             if sum(call.holds for call in self._calls) >= self._processes:
                 break
@@ -220,7 +222,7 @@ class RewardPool:
             self._looking = asyncio.create_task(self._look())
 
     async def _look(self) -> None:
-        """Who holds a place, as long as somebody waits for one."""
+        """Look again and again who holds a place, as long as somebody waits for one."""
         turn = 0
         while self._queue:
             await asyncio.sleep(LOOK_SECONDS)
@@ -283,15 +285,15 @@ class RewardPool:
 
 
 _Answer = bytes | tuple[Failure, str]
-"""A number and what else was returned, pickled; or why there is none."""
+"""Pickled number and other returned values; or the failure and its reason."""
 _SIZE = struct.Struct(">Q")
 _running: set[_Process] = set()
-"""All that live, also those of a pool that nobody has closed and that is gone: else nobody would end them."""
+"""All live processes, also those of a pool that is gone and that nobody closed: else nobody would end them."""
 
 
 @atexit.register
 def _end_all() -> None:
-    """Before multiprocessing waits for them."""
+    """End all processes before multiprocessing waits for them."""
     for process in list(_running):
         if process.owner == os.getpid():  # a child may have been forked since
             process.end()
@@ -335,19 +337,19 @@ class _Process:
             self._process.kill()
 
     async def kill(self) -> int:
-        """When this returns, it has ended; with which code."""
+        """End the process; return its exit code once it has ended."""
         self.end()
         return await asyncio.shield(self._ended)
 
     async def wait_until_ready(self) -> bool:
-        """Once it has said so; False: it has ended, or is late."""
+        """Whether the process has said that it is ready; False if it has ended or is late."""
         if self._streams is None:
             self._streams = await asyncio.open_connection(sock=self._socket)
             return await self._wait_for(self._receive(), START_SECONDS) is not None
         return True
 
     async def ask(self, payload: bytes, limit: float) -> _Answer:
-        """What the function does with its arguments; after a failure that is not the function's own it has to end."""
+        """The function's answer to its arguments.  After a failure that is not its own the process has to end."""
         answer = await self._wait_for(self._exchange(payload), limit)
         if answer is not None:
             return pickle.loads(answer)
@@ -378,7 +380,7 @@ class _Process:
 
 
 async def _wait(future: Awaitable[Any], seconds: float) -> bool:
-    """Whether it is done after so long; else, and if whoever asks is cancelled, it is cancelled."""
+    """Whether it is done after so many seconds; otherwise it is cancelled, also when the caller is cancelled."""
     task = asyncio.ensure_future(future)
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
@@ -458,7 +460,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _shorten(value: Any, show: Callable[[Any], str] = repr) -> str:
-    """In one line, whatever its own class makes of it."""
+    """The value as one line, whatever the method of its class does."""
     try:
         return " ".join(show(value).split())[:REASON_LENGTH]
     except Exception:

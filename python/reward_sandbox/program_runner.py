@@ -22,7 +22,7 @@ import types
 from typing import Any, NamedTuple
 
 KEPT_ERRORS = 4096
-"""Bytes of stderr that are kept, the last ones."""
+"""Bytes of stderr that are kept, from its end."""
 PIECE = 1 << 16
 TICKS = os.sysconf("SC_CLK_TCK")
 LOOKS = 0.005, 0.05
@@ -56,16 +56,16 @@ class Look(NamedTuple):
     """A process's descendants at one moment."""
 
     cpu: float
-    """Seconds that they and those of theirs that have ended took of all cores."""
+    """Seconds of all cores that the descendants took, ended ones included."""
     ready: int
     """Threads that have a core or want one."""
 
 
 def look(pid: int, itself: bool = False) -> Look | None:
-    """What has been started by a process, and by what it started; None where the kernel does not say.
+    """The descendants of a process; None where the kernel does not say.
 
     Args:
-        itself: it counts, too.
+        itself: whether the process counts, too.
     """
     cpu, ready, todo, seen = 0.0, 0, [pid], 0
     while todo:
@@ -85,7 +85,7 @@ def look(pid: int, itself: bool = False) -> Look | None:
 
 
 def read_stat(name: str) -> list[str]:
-    """From the state on; the name before it may have any character."""
+    """Fields of ``/proc/name/stat`` from the state on; the name before it may have any character."""
     with open(f"/proc/{name}/stat") as file:
         return file.read().rpartition(")")[2].split()
 
@@ -107,7 +107,7 @@ class Clock:
         self.ready = 1
 
     def move(self, wall: float, found: Look | None) -> None:
-        """At ``wall`` seconds from the beginning this was found."""
+        """Move the clock to ``wall`` seconds from the beginning, where ``found`` was seen."""
         passed, self.wall = wall - self.wall, wall
         if found is None:
             self.seconds += passed
@@ -119,13 +119,13 @@ class Clock:
 
 
 def measure_children() -> float:
-    """Seconds of all cores that children of this process took which have ended, and theirs."""
+    """Seconds of all cores that ended children of this process took, with their own children."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def become_program(pipes: tuple[int, int, int], limits: dict[str, int]) -> None:
-    """Of the forked process: its streams, its group and its limits, which it cannot raise again."""
+    """Give the forked process its streams, its group and its limits, which it cannot raise again."""
     os.setsid()
     for fd, target in zip(pipes, (0, 1, 2), strict=True):
         os.dup2(fd, target)
@@ -154,7 +154,7 @@ def end_all(pid: int) -> None:
 
 
 def find_children() -> list[int]:
-    """Of this process, which is the parent of all orphans among its descendants."""
+    """Ids of the children of this process, which is also the parent of all orphans among its descendants."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             return list(map(int, file.read().split()))
@@ -163,7 +163,7 @@ def find_children() -> list[int]:
 
 
 class Watch:
-    """One run: feeds stdin, reads a bounded amount, and ends it when its time is over."""
+    """One run of the program: it feeds stdin, reads a bounded amount, and ends the program when its time is over."""
 
     def __init__(self, pid: int, pipes: tuple[int, int, int], stdin: bytes, rest: dict[str, Any]) -> None:
         self.pid, self.rest = pid, rest
@@ -178,7 +178,8 @@ class Watch:
             self.poll.register(fd, select.POLLOUT if fd == self.stdin else select.POLLIN)
 
     def follow(self, start: float, control: int) -> str:
-        """Until it ends, by itself (``exit``) or not (``cut``, ``output``), or nobody wants to know (``alone``)."""
+        """Follow the run to its end, and return why: it ended by itself (``exit``) or by a limit (``cut``, ``output``),
+        or nobody waits for it any more (``alone``)."""
         self.poll.register(control, select.POLLHUP)
         ended = os.pidfd_open(self.pid)
         self.poll.register(ended, select.POLLIN)
@@ -247,7 +248,7 @@ class Watch:
 
 
 def run_case(case: dict[str, Any], control: int, rlimits: dict[str, int]) -> dict[str, Any] | None:
-    """What happened; None in the forked process, which has to become the program."""
+    """Run the program, and return what happened; None in the forked process, which has to become the program."""
     (in_read, in_write), (out_read, out_write), (err_read, err_write) = (os.pipe() for _ in range(3))
     start = time.monotonic()
     pid = os.fork()

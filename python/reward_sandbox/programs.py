@@ -29,9 +29,9 @@ from reward_sandbox.limits import CaseRun
 from reward_sandbox.runs import Run, Sandbox, SandboxError
 
 PATIENCE = 10
-"""Times the maximum: wall seconds of a second run."""
+"""Wall time of a second run, as a multiple of the maximum."""
 SHARED_CASES = 10
-"""As in verl, where the others change no share."""
+"""Number of test cases that count for a share of right ones, as in verl."""
 _BLOCK = re.compile(r"```([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _LANGUAGES = ("", "py", "python", "python3")
 _DIGITS = 1e-5, 1e-8
@@ -53,21 +53,21 @@ sys.stdout.flush()
 with open(answers, "w") as file:
     file.write(result)
 """
-"""A program whose function is called.  What it prints itself goes to stderr; what answers of this kind use without
-importing it is there, as in verl."""
+"""Template of a program whose function is called.  Its own prints go to stderr.  Names that answers of this kind use
+without importing them are there, as in verl."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What a response is worth, and what happened."""
+    """The score of a response, and how it came about."""
 
     value: float
-    """0 to 1."""
+    """Score from 0 to 1."""
     outcome: str
-    """``right``, ``no_code``, or of the first case that was not right: ``wrong``, ``cut``, ``error``, ``memory``,
-    ``output``, ``lost``."""
+    """``right``, ``no_code``, or the outcome of the first case that was not right: ``wrong``, ``cut``, ``error``,
+    ``memory``, ``output`` or ``lost``."""
     runs: tuple[CaseRun, ...]
-    """In order of the cases; shorter than these where the first that was not right ended it."""
+    """Runs in the order of the cases; there are fewer where the first that was not right ended it."""
     error: str = ""
     """The last line of stderr of the first case that was not right."""
 
@@ -81,7 +81,7 @@ class Case(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What a program is for: the function to call, or None for one that reads stdin, and its test cases."""
+    """Task of a program: the function to call, or None for a program that reads stdin, and the test cases."""
 
     function: str | None
     cases: list[Case]
@@ -114,7 +114,7 @@ def read_task(ground_truth: str | Mapping[str, Any]) -> Task:
 
 
 def get_keys(ground_truth: str | Mapping[str, Any]) -> list[str]:
-    """Of each test case, the same in each run of the job; raises as :func:`read_task`."""
+    """Key of each test case, which is the same in each run of the job; raises as :func:`read_task`."""
     return [case.key for case in read_task(ground_truth).cases]
 
 
@@ -203,7 +203,7 @@ class _Runner(contextlib.ExitStack):
         self.session = self.enter_context(self.sandbox.open(self.program))
 
     def run(self, case: Case, limit: float) -> tuple[Run, str]:
-        """What it did on a case, and the outcome."""
+        """The run of the program on a case, and its outcome."""
         run = self.session.run(case.stdin, limit, self.maximum)
         if run.ended == "lost":
             self._open()

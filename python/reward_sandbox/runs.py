@@ -13,23 +13,23 @@ from typing import Protocol
 
 
 class SandboxError(RuntimeError):
-    """A sandbox does not start, or its service does not answer; one line."""
+    """Error of a sandbox that does not start, or of a service that does not answer; one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What one program may use.  A Sandbox Fusion service takes ``memory`` and ``output`` only."""
+    """Limits of one program.  A Sandbox Fusion service takes ``memory`` and ``output`` only."""
 
     memory: int = 1 << 30
-    """Bytes of address space of each process."""
+    """Most bytes of address space of each process."""
     processes: int = 16
-    """Processes and threads at once."""
+    """Most processes and threads at once."""
     files: int = 64
-    """Open files of each process."""
+    """Most open files of each process."""
     output: int = 1 << 20
-    """Bytes of stdout."""
+    """Most bytes of stdout."""
     tmp: int = 64 << 20
-    """Bytes in /tmp, which is memory; also of one file."""
+    """Most bytes in /tmp, which is memory, and of one file."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -42,22 +42,22 @@ class Run:
     """One run of a program."""
 
     ended: str
-    """``exit``: by itself, with code 0.  ``error``: by itself, otherwise.  ``cut``: its time was over.  ``memory``: it
-    got no more.  ``output``: it wrote too much.  ``lost``: the sandbox was killed around it."""
+    """How the run ended.  ``exit``: by itself, with code 0.  ``error``: by itself, with another code.  ``cut``: its
+    time was over.  ``memory``: it got no more.  ``output``: it wrote too much.  ``lost``: the sandbox was killed."""
     output: str = ""
     """stdout; what is no UTF-8 is replaced."""
     error: str = ""
     """The last line of stderr."""
     wall: float = 0.0
-    """Seconds."""
+    """Seconds on the wall."""
     cpu: float = 0.0
-    """Seconds, of all cores; of a service 0."""
+    """Seconds of all cores; 0 with a service."""
     waited: float = 0.0
     """Seconds that others kept it and its children from cores; 0 where nobody says so."""
 
     @property
     def seconds(self) -> float:
-        """What it took, by the clock of the limits."""
+        """Seconds that the run took, by the clock of the limits."""
         return self.wall - self.waited
 
 
@@ -80,7 +80,7 @@ class Session(Protocol):
 
 
 class Sandbox(Protocol):
-    """Can be pickled: a worker process gets it with its task."""
+    """The setting of a sandbox, which can be pickled: a worker process gets it with its task."""
 
     def open(self, program: str) -> AbstractContextManager[Session]:
         """A session; raises :class:`SandboxError`."""

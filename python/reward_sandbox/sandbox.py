@@ -38,7 +38,7 @@ def make_sandbox(setting: str | Mapping[str, Any] | None, where: str = "sandbox"
     Args:
         setting: None or ``bubblewrap``, ``none``, or a mapping: ``kind`` (one of these) or ``url`` (of a Sandbox Fusion
             service), ``python`` (the interpreter of programs), and the fields of :class:`Resources`.
-        where: it was given, for the message.
+        where: where it was given, for the message.
 
     Raises:
         ValueError: an unknown kind or name, a wrong value, or it does not work here; one line.
@@ -103,7 +103,7 @@ def _try_service(sandbox: SandboxFusion, where: str) -> SandboxFusion:
 
 
 def _make_candidates(python: str | None, resources: Resources) -> Iterator[Bubblewrap]:
-    """Best first.
+    """Sandboxes to try, best first.
 
     The machine's own bwrap comes before the wheel's: a profile of AppArmor may be made for it.  The interpreter of this
     process comes before the machine's own, which is taken where another user cannot read the first.  A container may
@@ -126,7 +126,7 @@ def _find_bwrap() -> Iterator[str]:
 
 
 def _find_folders(python: str) -> tuple[str, ...]:
-    """Where an interpreter and its packages are, outside of ``/usr``."""
+    """Folders of an interpreter and its packages outside of ``/usr``."""
     command = [python, "-I", "-c", "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()

@@ -14,7 +14,7 @@ import struct
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
 _FIRST_ODD_FAMILY = 17
-"""Of sockets: AF_UNIX, AF_INET, AF_INET6 and AF_NETLINK are below."""
+"""Lowest socket family that is refused; AF_UNIX, AF_INET, AF_INET6 and AF_NETLINK are below."""
 
 REFUSED = {
     "x86_64": {
@@ -32,7 +32,7 @@ REFUSED = {
 _ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _SOCKET = {"x86_64": 41, "aarch64": 198}
 _X32 = 0x40000000
-"""On x86_64, numbers from here on are a second set of the same calls."""
+"""Lowest number of a second set of the same calls on x86_64."""
 
 
 def make_filter(machine: str | None = None) -> bytes:

@@ -5,4 +5,4 @@ the engine runs, ``refusals`` says what cannot be, and ``attach`` gives SGLang's
 """
 
 STREAM_VARIABLE = "SGLANG_PAT_STREAM_LAYERS"
-"""With it set, an engine is a plain one that streams layers from host memory: their number, or ``auto``."""
+"""Environment variable with the number of layers that plain engines stream from host memory, or ``auto``."""

@@ -91,7 +91,7 @@ TOUCH_WEIGHTS = (
 
 
 def make_offloader(args: ServerArgs, dp_rank: int | None) -> BaseOffloader:
-    """In the place of SGLang's ``create_offloader_from_server_args``, in each rank before its model is built.
+    """Make the offloader of a rank before its model is built; replaces SGLang's ``create_offloader_from_server_args``.
 
     Where memory does not suffice the engine ends, with one line.
     """
@@ -110,7 +110,11 @@ def make_offloader(args: ServerArgs, dp_rank: int | None) -> BaseOffloader:
 
 
 def measure(args: ServerArgs) -> JudgeMemory:
-    """What a rank of this engine has and needs, before its model is built; raises ValueError for an unknown shape."""
+    """Memory that a rank of this engine has and needs, before its model is built.
+
+    Raises:
+        ValueError: the shape of the model is unknown.
+    """
     import torch
     from sglang.srt.distributed import get_world_group
     from sglang.srt.utils import get_available_gpu_memory
@@ -182,7 +186,7 @@ def _with_resident_layers(tell: Callable) -> Callable:
 
 
 def _get_streamed_layers() -> StreamedLayers | None:
-    """Those of this rank's model; None in a process without one."""
+    """Streamed layers of this rank's model; None in a process without one."""
     from sglang.srt.utils.offloader import get_offloader
 
     from stream_layers.layers import StreamedLayers

@@ -19,16 +19,16 @@ from stream_layers.residency import STEPS, Residency
 logger = logging.getLogger(__name__)
 
 EVERY = 16
-"""A busy judge looks at its memory in each turn of so many; an idle one in each, once a second."""
+"""Turns between two looks of a busy judge at its memory; an idle one looks in each turn, once a second."""
 
 
 class Follower:
-    """Called in each turn of a scheduler's loop, before its batch runs.
+    """Follower of a rank's memory, which is called in each turn of a scheduler's loop, before its batch runs.
 
     Args:
         runner: SGLang's ``ModelRunner``.
         streamed: the layers of its model.
-        group: the ranks of the judge, on CPUs.
+        group: group of the judge's ranks, on CPUs.
     """
 
     def __init__(self, runner: Any, streamed: StreamedLayers, group: Any) -> None:
@@ -41,7 +41,7 @@ class Follower:
         self._turns = 0
 
     def turn(self, busy: bool) -> None:
-        """Look if it is time to.  ``busy``: a batch is about to run."""
+        """Look at the memory if it is time to; ``busy`` says that a batch is about to run."""
         if self._began is not None:
             self._steps.append(time.perf_counter() - self._began)
         self._turns += 1
@@ -76,14 +76,14 @@ class Follower:
         ).choose_count()  # fmt: skip
 
     def _agree(self, count: int) -> int:
-        """The number of the rank that has to stream most."""
+        """Largest number of layers that a rank of the judge has to stream."""
         most = torch.tensor(count)
         if self._runner.tp_size > 1:
             torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=self._group)
         return int(most)
 
     def _capture(self) -> None:
-        """Have the graphs of decode steps read the parameters where they are now."""
+        """Capture the graphs of decode steps anew, so that they read the parameters where they are now."""
         if (graphs := self._runner.graph_runner) is None:
             return
         # A capture runs a step, which writes KV: not where that of the last step lies, but in the slot for padding.

@@ -31,16 +31,16 @@ from stream_layers.plan import FLAG, PLACES, CannotStream
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 256
-"""Parameters begin at a multiple of so many bytes, as the kernels of torch and cuBLAS like them."""
+"""Alignment of parameters in bytes, as the kernels of torch and cuBLAS like it."""
 
 
 def align(parameter: torch.Tensor) -> int:
-    """Bytes of a parameter, up to where the next one may begin."""
+    """Bytes of a parameter, rounded up to where the next one may begin."""
     return -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def count_bytes(layer: torch.nn.Module) -> int:
-    """Of a layer, as one run of bytes."""
+    """Bytes of a layer as one run."""
     return sum(map(align, layer.parameters()))
 
 
@@ -88,11 +88,11 @@ class StreamedLayers(BaseOffloader):
 
     Args:
         order: numbers of all layers, in the order in which they go to host memory.
-        start: how many of them are streamed at first.
-        device: of the model, ``cuda`` or ``cpu``; on a CPU a copy is made in the moment that it is asked for.
+        start: number of layers that are streamed at first.
+        device: device of the model, ``cuda`` or ``cpu``; on a CPU a copy is made in the moment that it is asked for.
 
     Attributes:
-        copy_seconds: how long the copy of a layer takes; 0 while all are resident.
+        copy_seconds: seconds to copy a layer; 0 while all are resident.
     """
 
     def __init__(self, order: Sequence[int], start: int, device: str) -> None:
@@ -112,7 +112,7 @@ class StreamedLayers(BaseOffloader):
 
     @property
     def count(self) -> int:
-        """How many layers are streamed now."""
+        """Number of layers that are streamed now."""
         return len(self._host)
 
     @property
@@ -126,12 +126,12 @@ class StreamedLayers(BaseOffloader):
 
     @property
     def layer_bytes(self) -> int:
-        """Of the largest layer, and so of each place."""
+        """Bytes of the largest layer, and so of each place."""
         return max(map(count_bytes, self._modules))
 
     @property
     def resident_bytes(self) -> int:
-        """Of the layers on the device: those that stay there, and the places of the others."""
+        """Bytes of the layers on the device: the resident ones, and the places of the others."""
         resident = (module for number, module in enumerate(self._modules) if number not in self._host)
         return sum(p.nbytes for module in resident for p in module.parameters()) + sum(p.nbytes for p in self._places)
 
@@ -140,7 +140,7 @@ class StreamedLayers(BaseOffloader):
         return sum(layer.data.nbytes for layer in self._layers)
 
     def wrap_modules(self, all_modules_generator: Iterable[torch.nn.Module], *_: Any, **__: Any) -> list[Any]:
-        """Called by SGLang's ``make_layers``, with a generator that makes one layer after the other."""
+        """Make the layers; SGLang's ``make_layers`` calls this with a generator that makes one after the other."""
         if self._modules and self.start:
             raise CannotStream(f"{FLAG}: this model has layers of two kinds; choose a text model")
         made: list[torch.nn.Module] = []
@@ -158,7 +158,7 @@ class StreamedLayers(BaseOffloader):
             self.wrap_modules(stacks[0])
 
     def post_init(self) -> None:
-        """Called by SGLang when the weights are loaded, and before it counts the memory that is left for KV."""
+        """Give the layers their places.  SGLang calls this with the weights loaded, before it counts memory for KV."""
         if not self.can_change:
             if not self.start:
                 return
@@ -198,7 +198,7 @@ class StreamedLayers(BaseOffloader):
 
     @contextmanager
     def in_host_memory(self) -> Iterator[None]:
-        """Meanwhile parameters are the bytes in host memory, to be written or read."""
+        """Have parameters be the bytes in host memory meanwhile, to be written or read."""
         if all(layer.is_in_host_memory() for layer in self._layers):  # by one around this one, or none is streamed
             yield
             return

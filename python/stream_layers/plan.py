@@ -16,7 +16,7 @@ FLAG = "--stream-layers"
 
 
 class CannotStream(ValueError):
-    """One line: what was given, and what to change."""
+    """Error of a judge that cannot stream; one line: what was given, and what to change."""
 
 
 def parse_count(text: str, where: str = FLAG) -> int | None:
@@ -62,17 +62,17 @@ def count_saved(streamed: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeMemory:
-    """What one rank of a judge has, and what it needs.  Bytes."""
+    """Memory that one rank of a judge has, and that it needs."""
 
     shape: ModelShape
     tp: int
     budget: int
-    """For weights and KV."""
+    """Bytes for weights and KV."""
     tokens: int
-    """Of KV, at least: those of the longest sequence."""
+    """Tokens that KV must have room for, at least those of the longest sequence."""
 
     def count_weight_bytes(self, streamed: int) -> int:
-        """Weights on the GPU while ``streamed`` layers are in host memory."""
+        """Bytes of weights on the GPU while ``streamed`` layers are in host memory."""
         layer = self.shape.layer_bytes(self.tp)
         return self.shape.weight_bytes(self.tp) - layer * count_saved(streamed)
 

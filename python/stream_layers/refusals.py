@@ -33,7 +33,7 @@ REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("enable_breakable_cuda_graph", _EMPTY, "leave it out: these graphs know nothing of the waits for layers"),
     ("enable_two_batch_overlap", _EMPTY, "leave it out: it runs two layers at once"),
 )
-"""Arguments of SGLang's: name, values that are allowed, what to do otherwise."""
+"""Arguments of SGLang with the values that are allowed, and what to do otherwise."""
 
 
 def take_flag(argv: Sequence[str]) -> list[str]:
@@ -63,7 +63,7 @@ def check_model(model: str, count: int | None, where: str) -> None:
 
     Args:
         count: layers to stream; None for ``auto``.
-        where: that was given, for the message.
+        where: where the model was given, for the message.
     """
     try:
         config = read_config(model)

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from stream_layers.plan import PLACES, count_saved
 
 STEPS = 64
-"""So many of the latest steps are looked at."""
+"""Number of the latest steps that are looked at."""
 HIDDEN = 1.25
-"""A step that takes so many times as long as its copies does not wait for them."""
+"""Time of a step, as a multiple of the time of its copies, from which on it does not wait for them."""
 WORTH = 0.1
 """The share of the time, in steps that wait for copies, from which on layers are taken back."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Residency:
-    """What a rank knows when it looks at its memory.  Bytes, and seconds."""
+    """Knowledge of a rank when it looks at its memory."""
 
     streamed: int
     """Layers that are streamed now."""
@@ -26,19 +26,20 @@ class Residency:
     layers: int
     layer_bytes: int
     free: int
-    """What this rank can take of the GPU now."""
+    """Bytes that this rank can take of the GPU now."""
     kept: int
-    """What it could take when it had started: room for its activations."""
+    """Bytes that it could take when it had started: room for its activations."""
     copy_seconds: float
-    """Of one layer."""
+    """Seconds to copy one layer."""
     steps: Sequence[float]
-    """How long the latest steps took with so many layers streamed: long if sequences are long."""
+    """Seconds of the latest steps with this number of layers streamed; they are long if sequences are."""
 
     def choose_count(self) -> int:
-        """How many layers to stream from now on.
+        """Number of layers to stream from now on.
 
-        Less than half of the room for activations left: as many more as make it whole.  Else fewer, if steps wait for
-        copies and the room stays whole; never fewer than at the start, since what an asleep actor leaves free is its.
+        If less than half of the room for activations is left, more are streamed to make it whole.  Else fewer are, if
+        steps wait for copies and the room stays whole.  There are never fewer than at the start: memory that a sleeping
+        actor leaves free is its own.
         """
         saved = count_saved(self.streamed)
         if self.free < self.kept // 2:

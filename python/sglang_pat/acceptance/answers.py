@@ -18,16 +18,16 @@ from sglang_pat.testing.smollm2 import NotInstalled
 from sglang_pat.tools.prompts import PROMPTS
 
 Ways = dict[str, tuple[int, list[int]]]
-"""By name: the degree to begin in, and those to switch to on the way."""
+"""Ways to answer, by name: the degree to begin in, and the degrees to switch to."""
 Outputs = dict[str, list[list[int]]]
-"""By way: the token ids of each answer."""
+"""Token ids of each answer, by way."""
 ROUTED = "--enable-return-routed-experts"
 
 SWITCHES, UPDATES = 20, 2
 QUESTIONS = 4
-"""That the real model is asked: the first ones of ``tools.prompts``."""
+"""Number of questions to the real model, the first of ``tools.prompts``."""
 QUESTION, WORD = "What is the capital of France?", "Paris"
-"""One of them, and what its answer must have in it: else the model does not work, however equal the answers are."""
+"""One of these questions, and a word of its answer.  Without it the model does not work, however equal the answers."""
 
 
 def read_degrees(worker: Worker) -> list[int]:
@@ -35,12 +35,17 @@ def read_degrees(worker: Worker) -> list[int]:
 
 
 def order_degrees_up_and_down(degrees: list[int]) -> list[int]:
-    """From the lowest degree through all to the highest, and back."""
+    """Degrees to switch to from the lowest one, up to the highest and back down."""
     return degrees[1:] + degrees[-2::-1]
 
 
 class Generated(NamedTuple):
-    """``routes``: by way, the routed experts of each answer, base64; ``moved``: requests that moved with their KV."""
+    """Answers in all ways.
+
+    Attributes:
+        routes: routed experts of each answer, base64, by way.
+        moved: number of requests that moved with their KV.
+    """
 
     outputs: Outputs
     routes: dict[str, list[str]]
@@ -89,7 +94,7 @@ def same_tokens(bench: Bench) -> Result:
 
 
 def same_tokens_of_experts(bench: Bench) -> Result:
-    """The same of a mixture of experts, and the experts that each token was routed to are equal, too."""
+    """float32, a mixture of experts: greedy tokens are equal, and so are the experts that each was routed to."""
     return _compare_tokens(bench, bench.mixture, ROUTED)
 
 
@@ -115,7 +120,7 @@ def likelihood(bench: Bench) -> Result:
 
 
 def likelihood_of_experts(bench: Bench) -> Result:
-    """The same of a mixture of experts."""
+    """bfloat16, a mixture of experts: what is generated across switches is as likely as what is generated without."""
     if bench.device == "cpu":
         return Result(verdict="left out", line="the kernels for experts in bfloat16 need a GPU")
     return _compare_likelihood(bench, bench.mixture)

@@ -19,33 +19,33 @@ from sglang_pat.testing.prefork import Prefork
 from sglang_pat.testing.server import find_rank_processes
 
 STEADY = {"SGLANG_PAT_CHECK_STEADY": "1", "SGLANG_PAT_CHECK_AGREEMENT": "1"}
-"""A switch that makes a group, a pool or a graph fails; ranks of a group are compared after every switch.  Not where
-pauses are measured, in which that would lie."""
+"""Environment in which a switch that makes a group, a pool or a graph fails, and ranks of a group are compared after
+every switch.  It is not set where pauses are measured: they would get longer."""
 LARGE = (("Llama-3.1-8B", 40 * GIB), ("Qwen3-4B", 16 * GIB), ("Qwen3-0.6B", 0))
-"""Shapes with the free memory of a rank's GPU that they are for, bytes."""
+"""Shapes, with the free bytes of a rank's GPU that each is for."""
 MIXTURE = {"experts": 16, "chosen": 4, "expert_width": 256}
 FEW_GRAPHS = ("--cuda-graph-max-bs", "16")
-"""Of engines on a GPU whose batches are small: to capture all of SGLang's sizes takes each layout long."""
+"""Flags of engines on a GPU with small batches: each layout takes long to capture graphs of all of SGLang's sizes."""
 SHARING = ("--chunked-prefill-size", "2048", *FEW_GRAPHS)
-"""Of every engine whose ranks share a GPU: SGLang chooses, and leaves memory free, as for a GPU of their own each."""
+"""Flags of engines whose ranks share a GPU: SGLang would choose as if each rank had a GPU of its own."""
 START_SECONDS = 1800
-"""The longest that an engine may take to start: the first one of a machine compiles."""
+"""Longest start of an engine: the first one of a machine compiles."""
 
 
 @dataclass
 class Bench:
-    """What the steps share.
+    """The machine, the models and the engine that the steps share.
 
     Attributes:
         device: ``cpu`` or ``cuda``.
-        ranks: of the engine; the highest degree.
-        folder: for models, logs and profile.
+        ranks: number of ranks of the engine, which is the highest degree.
+        folder: path of models, logs and profile.
         small, mixture: random float32 models, whose tokens must be equal; ``mixture`` has experts.
-        sharing: all ranks run on one GPU.
-        flags, large_flags: SGLang's, of every engine and of those of the large model.
+        sharing: whether all ranks run on one GPU.
+        flags, large_flags: SGLang's flags of every engine, and of engines of the large model.
         best_static: seconds of the best static layout on the long-tail batch, once measured.
-        prefork: forks the engines of one interpreter, on a CPU; on a GPU each imports SGLang itself.
-        large: the model whose times and memory are taken; the same on a CPU.
+        prefork: interpreter that forks the engines, on a CPU; on a GPU each imports SGLang itself.
+        large: model whose times and memory are measured; on a CPU it is ``small``.
     """
 
     device: str
@@ -73,7 +73,7 @@ class Bench:
 
     @property
     def env(self) -> dict[str, str]:
-        """Of every engine."""
+        """Environment variables of every engine."""
         return {SHARE_ENV: "1"} if self.sharing else {}
 
     @property
@@ -82,19 +82,19 @@ class Bench:
 
     @property
     def profile(self) -> Path:
-        """Of the large model; there from the step :func:`~.steps.sweep` on."""
+        """Path of the large model's profile, which is there from the step :func:`~.steps.sweep` on."""
         return self.folder / "profile.json"
 
     @property
     def tail(self) -> list[int]:
-        """How long the answers of one long-tail batch are, tokens."""
+        """Lengths of the answers of one long-tail batch, tokens."""
         if self.device == "cpu":
             return [16] * 6 + [60, 45]
         short, long = (16, 128) if self.sharing else (64, 1024)  # a step of ranks that share a GPU takes long
         return [short] * (16 * self.ranks - 2) + [long, long * 3 // 4]
 
     def count_answer_tokens(self, switches: int) -> int:
-        """Tokens of an answer with room for so many switches; on a GPU more steps are made between two of them."""
+        """Tokens of an answer with room for ``switches``; on a GPU there are more steps between two of them."""
         return 40 + (8 if self.device == "cpu" else 64) * switches
 
     def start_engine(
@@ -129,7 +129,7 @@ class Bench:
         self._engine = None
 
     def close(self) -> None:
-        """End the engine, and what forks engines."""
+        """End the engine, and the interpreter that forks engines."""
         self.stop()
         if self.prefork is not None:
             self.prefork.stop()
@@ -139,8 +139,8 @@ class Bench:
         return [[drawn.randrange(5, 500) for _ in range(length)] for _ in range(count)]
 
     def measure_memory(self, worker: Worker) -> list[int]:
-        """Bytes of each rank: what its GPU has had to give since the engine started, or of the process and its share of
-        what processes have in common."""
+        """Bytes of each rank: on a GPU what was taken since the engine started, on a CPU those of the process with its
+        share of what processes have in common."""
         if self.device == "cuda":
             share, before = self.ranks if self.sharing else 1, self._used_before or [0] * torch.cuda.device_count()
             return [(_read_used_bytes(gpu) - used) // share for gpu, used in enumerate(before)]
@@ -148,7 +148,7 @@ class Bench:
 
 
 def prepare(device: str, ranks: int, folder: Path, sharing: bool, flags: tuple[str, ...] = ()) -> Bench:
-    """Make the models.  ``flags``: of every engine."""
+    """Make the models, for engines that all have ``flags``."""
     cache = folder / "models"
     size = {"hidden": 128, "layers": 2} if device == "cpu" else {"hidden": 512, "layers": 4, "intermediate": 1024}
     small = models.make_random("llama", cache / "small", heads=8, kv_heads=8, **size)
@@ -174,7 +174,7 @@ def prepare(device: str, ranks: int, folder: Path, sharing: bool, flags: tuple[s
 
 
 def _read_used_bytes(gpu: int) -> int:
-    """Bytes; by NVML where it is there, which leaves no context of this process on the GPU."""
+    """Bytes in use on each GPU, by NVML if possible, which leaves no context of this process there."""
     try:
         return torch.cuda.device_memory_used(gpu)
     except (ImportError, RuntimeError):
@@ -183,6 +183,6 @@ def _read_used_bytes(gpu: int) -> int:
 
 
 def read_least_free_bytes() -> int:
-    """Bytes on the GPU that has least."""
+    """Free bytes of the GPU that has least."""
     gpus = range(torch.cuda.device_count())
     return min(torch.cuda.get_device_properties(gpu).total_memory - _read_used_bytes(gpu) for gpu in gpus)

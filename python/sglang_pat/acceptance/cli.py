@@ -11,7 +11,7 @@ from pathlib import Path
 from sglang_pat.acceptance.results import Report, Result
 
 MOST_SHARING = 4
-"""Ranks on one GPU: eight leave each other too little of an H100 for the steps."""
+"""Most ranks on one GPU: eight leave each other too little of an H100 for the steps."""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace, begun: float) -> Report:
-    """All steps.
+    """Run all steps.
 
     Raises:
         ValueError: the machine does not have what was asked for.

@@ -58,7 +58,7 @@ async def make_chat_prompts(rig: Rig, count: int) -> list[list[int]]:
 
 
 async def decode_outputs(rig: Rig, outputs: list[list[int]]) -> list[str]:
-    """What each output says until the model ends its turn."""
+    """Text of each output until the model ends its turn."""
     tokenizer = rig.engine.tokenizer_manager.tokenizer
     ends = tokenizer.eos_token_id
     return [tokenizer.decode(list(takewhile(lambda token: token != ends, output))) for output in outputs]
@@ -107,7 +107,7 @@ async def time_step(rig: Rig, tp: int, batch: int, context: int, steps: int) -> 
 async def run_long_tail(
     rig: Rig, lengths: list[int], start: int | None = None, merge_at: int | None = None, high: int = 1
 ) -> dict[str, Any]:
-    """One batch whose answers have these lengths: seconds until the last one is there.
+    """Seconds until the last answer of a batch is there, whose answers have these lengths.
 
     Args:
         start: degree to begin in; None where the engine's policy decides.

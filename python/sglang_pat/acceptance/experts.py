@@ -20,14 +20,14 @@ from sglang_pat.acceptance.results import Result
 from sglang_pat.cpu import shim
 
 DEGREES, BATCHES = (2, 4, 8), (1, 8, 64, 512)
-"""One rank's part is measured, so degrees need no more GPUs than one."""
+"""TP degrees, and requests of a batch.  One rank's part is measured, so one GPU is enough for all degrees."""
 ROUTINGS = 4
-"""Of tokens to experts, in turn, as the layers of a model would have them: so their weights do not stay in a cache."""
+"""Number of routings of tokens to experts, taken in turn like layers, so that no weights stay in a cache."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Of a mixture: routed experts, each with so many gate rows, and those that each token goes to."""
+    """Sizes of a mixture's layer: routed experts, gate rows of each, and the experts (``top_k``) of each token."""
 
     experts: int
     rows: int
@@ -43,11 +43,11 @@ class Products:
     """One layer with one batch, multiplied in several ways."""
 
     equal: bool
-    """Gate and up, and the down projection, are those on copies, bit for bit."""
+    """Whether gate and up, and the down projection, are equal to those on copies, bit for bit."""
     close: bool
-    """So is the layer, whose sum over a token's experts SGLang rounds in another way for few tokens."""
+    """Whether the layer is equal up to rounding: SGLang sums a token's experts in another way for few tokens."""
     ways: dict[str, Callable[[], object]]
-    """``copies`` and ``views`` multiply all :data:`ROUTINGS`, the others gate and up of the first one."""
+    """Calls by name: ``copies`` and ``views`` multiply all :data:`ROUTINGS`, the others gate and up of the first."""
 
 
 def experts(bench: Bench) -> Result:
@@ -74,7 +74,7 @@ def use_arguments(model: str, flags: tuple[str, ...] = ()) -> Iterator[None]:
 
 
 def compare(layer: Layer, batches: tuple[int, ...], device: str, dtype: torch.dtype) -> Result:
-    """Passed if all products are equal in every bit, and the layers to what rounding may do."""
+    """Result, passed if all products are equal in every bit, and the layers up to rounding."""
     rows = [["tp", "requests", "equal"]]
     for tp in DEGREES:
         for batch in batches:

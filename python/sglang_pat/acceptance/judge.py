@@ -21,7 +21,7 @@ from stream_layers.plan import order_layers
 LAYERS = 8
 STREAMED = (3, 4, 8)
 TOKENS = {"cpu": (1, 64), "cuda": (1, 2048, 8192, 16384)}
-"""Of a step; 1 is one of decode."""
+"""Tokens of a step by device; a step of 1 is one of decode."""
 
 
 class Block(torch.nn.Module):

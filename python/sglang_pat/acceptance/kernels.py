@@ -11,8 +11,8 @@ import torch
 from sglang_pat.switch import kv
 
 FILLER = 1 << 30
-"""Bytes written before each call on a GPU, some 0.4 ms.  Meanwhile Python launches the call, which takes it longer than
-the GPU needs for a small one; and no cache has any of its data."""
+"""Bytes that are written before each call on a GPU, in some 0.4 ms.  Meanwhile Python launches the call, which takes it
+longer than the GPU needs for a small one; and no cache has any of its data."""
 
 
 def time_calls(device: str, *calls: Callable[[], object], repeats: int) -> list[float]:
@@ -39,7 +39,7 @@ def time_calls(device: str, *calls: Callable[[], object], repeats: int) -> list[
 
 
 def capture_graph(call: Callable[[], object]) -> Callable[[], object]:
-    """As a CUDA graph: what is launched counts as in a decode step, not what Python takes."""
+    """The call as a CUDA graph: only what is launched takes time, as in a decode step, not Python."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -14,17 +14,17 @@ Verdict = Literal["passed", "failed", "measured", "left out"]
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """One step.
+    """Result of one step.
 
     Attributes:
-        name: of the step; set by the command.
+        name: name of the step; set by the command.
         verdict: ``passed`` and ``failed`` by a bar; ``measured`` where there is none; ``left out`` where something
             that the step needs is not there.
         line: the finding in one line.
         rows: a table, as lists; the first one is its head.
-        figures: everything that was measured.
-        traceback: of a step that failed by an exception.
-        seconds: what the step took.
+        figures: all measurements.
+        traceback: traceback of a step that failed by an exception.
+        seconds: duration of the step.
     """
 
     name: str = ""
@@ -53,7 +53,7 @@ class Report(msgspec.Struct, kw_only=True):
 
     @property
     def counted(self) -> str:
-        """How many steps had which verdict, as in "9 passed, 1 left out"."""
+        """Number of steps by verdict, as in "9 passed, 1 left out"."""
         counts = Counter(result.verdict for result in self.results)
         return ", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict) if counts[verdict])
 

@@ -34,18 +34,18 @@ from sglang_pat.memory.plan import GIB, MemoryPlan
 from sglang_pat.testing.prefork import run
 
 COPY_SHARE = 0.8
-"""Of a copy's bandwidth that packing and unpacking must reach on a GPU, from :data:`COPY_TOKENS` tokens on."""
+"""Share of a copy's bandwidth that packing and unpacking must reach on a GPU, from :data:`COPY_TOKENS` tokens on."""
 COPY_TOKENS = 8192
 PATS_WAY = ("--pat-weights", "reshard", "--pat-kv-exchange", "allgather")
 SWEEP_BUDGET, SWEEP_SECONDS = "3m", 1200
-"""What the sweep is given, and the longest that it may take."""
+"""Budget of the sweep, and its longest duration."""
 CPU_GRID = "batch=1,4;context=96;lone=1;prefill_batch=1;prefill_length=64;switch_requests=4;switch_context=128"
 GPU_GRID = (
     "batch=1,8,64;context=256,4096;lone=1;prefill_batch=1;prefill_length=256,2048;switch_requests=8;switch_context=1024"
 )
 ENDURANCE = 50
 GROWTH = 64 << 20
-"""Bytes that an engine may have grown by after so many switches: allocators round."""
+"""Number of switches, and bytes that an engine may have grown by after them: allocators round."""
 
 
 def check_machine(bench: Bench) -> Result:
@@ -60,7 +60,7 @@ def check_machine(bench: Bench) -> Result:
 
 
 def _plan(bench: Bench) -> MemoryPlan:
-    """That of the engine with default flags, as its start will make it."""
+    """Plan of the engine with default flags, as its start will make it."""
     flags = [*bench.layout, *bench.flags, *bench.large_flags]
     with mock.patch.dict(os.environ, bench.env):
         args = make_server_args(str(bench.large), flags)
@@ -243,4 +243,4 @@ STEPS: tuple[Callable[[Bench], Result], ...] = (
     sweep,
     adaptive,
 )
-"""In an order in which engines are started seldom."""
+"""The steps in an order in which few engines are started."""

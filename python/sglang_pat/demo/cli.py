@@ -60,7 +60,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0, or 1 if something went wrong; 2 (by argparse) for a bad command line."""
+    """Run the demonstration; returns 0, or 1 if something went wrong (argparse: 2 for a bad command line)."""
     args = parse(argv)
     from sglang_pat.demo.contest import DemoError  # late, so that a bad command line is told at once
 
@@ -156,7 +156,7 @@ def format_step_times(times: list[StepTime]) -> str:
 
 
 def make_table(result: ContestResult) -> Table:
-    """One row a contender."""
+    """Rows of the table, one a contender."""
     table = Table(box=None)
     for name in ("", "seconds, median", "rounds", "other programs", "switches"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
@@ -171,7 +171,7 @@ def make_table(result: ContestResult) -> Table:
 
 
 def verify(result: ContestResult) -> None:
-    """Raises DemoError if a switch failed, or if responses differ that should be equal."""
+    """Check the runs; raises DemoError if a switch failed, or if responses differ that should be equal."""
     from sglang_pat.demo.contest import DemoError
 
     for switch in (switch for runs in result.rounds for switch in runs[-1].switches):

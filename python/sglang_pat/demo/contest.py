@@ -48,12 +48,12 @@ RETURN_SECONDS = 30.0
 
 
 class DemoError(Exception):
-    """Something went wrong; the message is for the user."""
+    """Error of the demonstration; the message is for the user."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A response; ``end``: seconds after the first request."""
+    """A response, with its ``end`` in seconds after the first request."""
 
     end: float
     tokens: int

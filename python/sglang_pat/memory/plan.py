@@ -26,27 +26,27 @@ if TYPE_CHECKING:
 MIB, GIB = 1 << 20, 1 << 30
 ROOT = Path("/")
 MIN_TOKENS = 1024
-"""A replica with room for less is of no use."""
+"""Fewest KV tokens of a replica; one with less room is of no use."""
 TOKEN_STEP = 256
-"""Planned pools are multiples of this."""
+"""Tokens of which planned pools are multiples."""
 CPU_SHARE = 0.5
-"""Of what is left on a CPU after everything else, the part for KV: the rest is for the page cache and for others."""
+"""Share for KV of what is left on a CPU after everything else; the rest is for the page cache and for others."""
 CPU_TOKENS = 32_768
 """Most tokens that a replica on a CPU plans by itself: its pool is written once at start, which takes seconds a GB."""
 CPU_OTHERS = 1 * GIB
-"""Server, coordinator, detokenizer and the pages that forked ranks share (measured: 0.9 GiB)."""
+"""Bytes of server, coordinator, detokenizer and the pages that forked ranks share (measured: 0.9 GiB)."""
 CPU_PROCESS = 256 * MIB
-"""A rank's own beside weights and KV (measured: 100 MiB)."""
+"""Bytes of a rank beside weights and KV (measured: 100 MiB)."""
 CUDA_CONTEXT = 1 * GIB
-"""Context, cuBLAS and attention workspaces of a rank."""
+"""Bytes of context, cuBLAS and attention workspaces of a rank."""
 COMMUNICATOR = 256 * MIB
-"""Buffers of one NCCL communicator."""
+"""Bytes of one NCCL communicator's buffers."""
 CUSTOM_ALL_REDUCE = 40 * MIB
-"""Buffers of SGLang's custom all-reduce of one TP group (0.5.12: 27 to 32 MiB on Hopper, up to 40 on Blackwell)."""
+"""Bytes of SGLang's custom all-reduce of one TP group (0.5.12: 27 to 32 MiB on Hopper, up to 40 on Blackwell)."""
 TAIL_WORKSPACE = 128 * MIB
-"""Attention workspace and first graphs of one layout above the base."""
+"""Bytes of attention workspace and first graphs of one layout above the base."""
 GRAPH_REQUEST = 2 * MIB
-"""Graphs of a layout for each request of its largest batch (SGLang's own estimate)."""
+"""Bytes of graphs of a layout for each request of its largest batch (SGLang's own estimate)."""
 MOST_SAMPLED = 256
 """Requests whose logits a step is expected to hold at once."""
 TAIL_BATCH = 16
@@ -54,20 +54,20 @@ TAIL_BATCH = 16
 SGLANG_DEFAULTS = ((20, 2048, 8, 8), (35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192, 256, 512))
 """SGLang's choices by memory below so many GiB: prefill chunk, largest graph batch below tp4 and from tp4 on."""
 REQUESTS, CONTEXT = 512, 4096
-"""Room for so many requests of so many tokens each is enough."""
+"""Requests, and tokens of each, for which room is enough."""
 MORE_ROOM = 1.5
-"""A higher base is named if it has room for so many times the KV tokens."""
+"""Room of a base, as a multiple of the planned one's KV tokens, from which on it is named."""
 ENOUGH_ROOM = 0.8
-"""Then it is the lowest one with so much of the most room that any has."""
+"""Share of the most room of any base that the named one must have; the lowest such base is named."""
 MORE_SPEED = 1.1
-"""With a profile also: if its full replicas, of requests of ``CONTEXT`` tokens, make so many times the tokens a
-second."""
+"""Speed of a base, as a multiple of the planned one's, from which on it is named, where there is a profile: tokens a
+second of full replicas, of requests of ``CONTEXT`` tokens."""
 ENOUGH_SPEED = 0.95
-"""Then it is the lowest one with so much of the highest speed."""
+"""Share of the highest speed of any base that the named one must have; the lowest such base is named."""
 
 
 class DoesNotFit(ValueError):
-    """One line: what was asked for, what is free, what would fit."""
+    """Error of a plan that does not fit; one line: what was asked for, what is free, what would fit."""
 
 
 # -- what is free -----------------------------------------------------------------------------------------------------
@@ -82,11 +82,11 @@ class Supply:
     free: int
     """Bytes that can be taken: on the GPU that has least, or on the whole machine."""
     total: int
-    """Bytes of that GPU or of the machine."""
+    """Bytes in all of that GPU, or of the machine."""
 
     @property
     def owner(self) -> str:
-        """The beginning of a sentence on what is free."""
+        """Beginning of a sentence on what is free."""
         return "each GPU has" if self.kind == "cuda" else "the machine has"
 
 
@@ -114,13 +114,13 @@ def read_available_memory(root: Path = ROOT) -> int:
     """Bytes that can be taken without swapping or hitting a cgroup limit (v1 and v2).
 
     Args:
-        root: where ``proc`` and ``sys`` lie.
+        root: folder in which ``proc`` and ``sys`` lie.
     """
     return max(0, min([psutil.virtual_memory().available, *_read_cgroup_headrooms(root)]))
 
 
 def _read_cgroup_headrooms(root: Path) -> list[int]:
-    """What is left under the limit of each control group that this process is in, innermost first."""
+    """Bytes left under the limit of each control group that this process is in, innermost first."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -143,7 +143,7 @@ def _read_cgroup_headrooms(root: Path) -> list[int]:
 
 
 def _read_room(group: Path, limit_name: str, usage_name: str, cache_name: str) -> list[int]:
-    """Limit minus usage of one group, if it has a limit; file cache that the kernel drops first is not usage."""
+    """Limit minus usage of one group, bytes, if it has a limit; file cache that the kernel drops first is not usage."""
     try:
         limit, usage = int((group / limit_name).read_text()), int((group / usage_name).read_text())
     except (OSError, ValueError):  # no such group here, or "max"
@@ -172,16 +172,16 @@ class Demand:
     graph_batch: int = 0
     """Largest batch with a CUDA graph; 0 without graphs."""
     tail_graph_batch: int = 0
-    """The same of the layouts above the base."""
+    """Largest batch with a CUDA graph of the layouts above the base; 0 without graphs."""
     max_running: int | None = None
     tokens: int | None = None
     """``--max-total-tokens``, if given: KV tokens of a replica of the base layout."""
     fraction: float | None = None
-    """``--mem-fraction-static``, if given: weights and KV of all ranks, as a part of what is free."""
+    """``--mem-fraction-static``, if given: weights and KV of all ranks as a share of what is free."""
     tail_weights: int = 0
     """Bytes of a rank for weights of layouts above the base that are not views of its base shard."""
     gathers: bool = False
-    """A switch brings all KV of a group to each of its ranks (``--pat-kv-exchange allgather``)."""
+    """Whether a switch brings all KV of a group to each of its ranks (``--pat-kv-exchange allgather``)."""
 
     def count_request_table_bytes(self, tokens: int) -> int:
         """Bytes of SGLang's table of token places with a pool of so many tokens."""
@@ -218,7 +218,7 @@ class MemoryPlan:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes of each part of a rank.  What SGLang leaves free on a GPU by default is there, where it is possible."""
+        """Bytes of each part of a rank, with what SGLang leaves free on a GPU by default, as far as there is room."""
         demand, supply, tokens = self.demand, self.supply, self.tokens
         reserve = demand.count_activation_bytes()
         if supply.kind == "cuda":
@@ -232,12 +232,12 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """What is taken of :attr:`Supply.free`."""
+        """Bytes that are taken of :attr:`Supply.free`."""
         return count_engine_bytes(self.demand, self.supply, self.rank_bytes)
 
     @property
     def static_fraction(self) -> float:
-        """Weights and KV as a part of what a rank on a GPU finds free once its groups stand (SGLang's measure)."""
+        """Weights and KV as a share of what a rank on a GPU finds free once its groups stand (SGLang's measure)."""
         parts = self.parts
         found = self.supply.free - count_process_bytes(self.demand, self.supply)
         return (parts["weights"] + parts["other layouts"] + parts["KV"]) / found
@@ -326,7 +326,7 @@ def compute_max_tokens(demand: Demand, supply: Supply, reserve: int | None = Non
 
 
 def choose_tokens(demand: Demand, supply: Supply) -> int | None:
-    """KV tokens that a replica of the base layout gets: what was asked for, or a part of the most; None: no fit."""
+    """KV tokens that a replica of the base layout gets: what was asked for, or a share of the most; None: no fit."""
     most = compute_max_tokens(demand, supply)
     if demand.tokens is not None:
         return demand.tokens if 0 < demand.tokens <= most else None
@@ -400,7 +400,7 @@ def _refusal(demand: Demand, supply: Supply) -> str:
 
 
 def format_flags(layout: ParallelLayout) -> str:
-    """As a user gives it."""
+    """The layout as flags of the command line."""
     return f"--tp {layout.tp} --dp {layout.dp}"
 
 
@@ -430,10 +430,10 @@ class BetterBase:
 def find_better_base(plan: MemoryPlan, profile: Profile | None = None) -> BetterBase | None:
     """The base layout to take instead of the planned one, with another to switch to; None if that has room enough.
 
-    On a GPU only: on a CPU the plan takes less than it could.  None also if the user has set the room.
+    The answer is None on a CPU, where the plan takes less than it could, and if the user has set the room.
 
     Args:
-        profile: of the planned engine, if there is one.
+        profile: profile of the planned engine, if there is one.
     """
     demand, supply = plan.demand, plan.supply
     enough = plan.tokens * demand.base.dp >= REQUESTS * CONTEXT
@@ -476,8 +476,7 @@ def _compute_full_speed(plan: MemoryPlan, base: ParallelLayout, tokens: int, pre
 
 
 def format_advice(plan: MemoryPlan, profile: Profile | None = None) -> str | None:
-    """One line if KV is short in the planned engine and a higher base has more; arguments as of
-    :func:`find_better_base`."""
+    """One line if KV is short in the planned engine and a higher base has more (:func:`find_better_base`)."""
     base, longest = plan.demand.base, plan.demand.shape.context
     better = find_better_base(plan, profile)
     if better is not None:
@@ -528,5 +527,5 @@ def get_sglang_chunk_and_batch(total: int, tp: int) -> tuple[int, int]:
 
 
 def format_size(size: int) -> str:
-    """For a reader."""
+    """The bytes for a reader, as in ``1.5 GiB``."""
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"

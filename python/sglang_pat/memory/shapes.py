@@ -14,7 +14,7 @@ from sglang_pat.layout import ParallelLayout
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 VOCAB_PADDING = 64
-"""SGLang pads the vocabulary to a multiple of this."""
+"""Number of which SGLang's padded vocabulary is a multiple."""
 OTHER_NAMES = {
     "num_hidden_layers": ("n_layer", "num_layers"),
     "hidden_size": ("n_embd",),
@@ -24,7 +24,7 @@ OTHER_NAMES = {
     "vocab_size": ("padded_vocab_size",),
     "max_position_embeddings": ("n_positions", "seq_length"),
 }
-"""What GPT-2, GPT-BigCode, GPT-J, OPT, EXAONE and ChatGLM call a size."""
+"""Names of sizes in the configs of GPT-2, GPT-BigCode, GPT-J, OPT, EXAONE and ChatGLM, by the usual name."""
 UNGATED = frozenset({"apertus", "arcee", "gpt2", "gpt_bigcode", "gptj", "opt", "persimmon", "phi", "starcoder2"})
 """Kinds of models (``model_type``) whose MLP has two matrices, up and down; that of all others has a gate, too."""
 
@@ -39,7 +39,7 @@ class Mixture:
     width: int
     """Intermediate size of one expert."""
     shared_width: int = 0
-    """The same of the expert that all tokens go through, which has a gate of its own (Qwen2-MoE); 0 without it."""
+    """Intermediate size of the expert that all tokens go through, which has its own gate (Qwen2-MoE); 0 without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +60,13 @@ class ModelShape:
     item: int
     """Bytes of a weight and of a KV element."""
     tied: bool = False
-    """The output head is the embedding."""
+    """Whether the output head is the embedding."""
     mlp_matrices: int = 3
-    """Gate, up and down; two without a gate."""
+    """Matrices of an MLP: gate, up and down, or two without a gate."""
     mixture: Mixture | None = None
-    """What each layer has in the place of an MLP; then ``intermediate`` and ``mlp_matrices`` are of no account."""
+    """Experts that each layer has in the place of an MLP; then ``intermediate`` and ``mlp_matrices`` do not count."""
     whole_norms: bool = False
-    """Norms over all queries and over all keys (OLMo-2), for which ranks gather them: each KV head once."""
+    """Whether norms go over all queries and all keys (OLMo-2), for which ranks gather them: each KV head once."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], dtype: str = "auto") -> ModelShape:
@@ -129,7 +129,7 @@ class ModelShape:
         return max(1, self.kv_heads // tp)
 
     def kv_bytes(self, tp: int) -> int:
-        """Of one token on one rank, all layers, K and V."""
+        """Bytes of KV of one token on one rank, in all layers."""
         return self.layers * 2 * self.local_kv_heads(tp) * self.head_dim * self.item
 
     @property
@@ -169,11 +169,11 @@ class ModelShape:
         return max(self.padded_vocab, experts) * self.hidden
 
     def layer_bytes(self, tp: int) -> int:
-        """Of one layer's weights on one rank."""
+        """Bytes of one layer's weights on one rank."""
         return self._count_layer_parameters(tp) * self.item
 
     def weight_bytes(self, tp: int) -> int:
-        """Of one rank."""
+        """Bytes of the weights of one rank."""
         return self.parameters(tp) * self.item
 
 

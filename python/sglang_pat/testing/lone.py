@@ -36,7 +36,7 @@ class LoneGroup(GroupCoordinator):
 
 
 class LoneRank:
-    """Builds the models that a rank has in each layout.  One in a process, since SGLang's groups are global."""
+    """Builder of the models that a rank has in each layout, one in a process: SGLang's groups are global."""
 
     def __init__(self, server_args: ServerArgs) -> None:
         set_global_server_args_for_scheduler(server_args)

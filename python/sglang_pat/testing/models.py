@@ -45,7 +45,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"shared_expert_intermediate_size": 80},  # an expert for all tokens, behind a gate
     "mixtral": {},
 }
-"""Model types of transformers, and what their configs have beside :func:`make_config`'s options."""
+"""Model types of transformers with the fields of their configs that are no options of :func:`make_config`."""
 
 MORE: dict[str, dict[str, Any]] = {
     # SGLang runs these through its Transformers backend.
@@ -57,19 +57,19 @@ MORE: dict[str, dict[str, Any]] = {
     "phi": {"hidden_act": "gelu_new", "rope": {"partial_rotary_factor": 0.5}},
     "starcoder2": {"hidden_act": "gelu_pytorch_tanh", "sliding_window": None},
 }
-"""More of them, for which less holds: the Transformers backend wants a KV head for each rank, and says by itself what
-is wrong with an update."""
+"""More model types, for which less holds: the Transformers backend wants a KV head for each rank, and says by itself
+what is wrong with an update."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": dict(arch="qwen3", hidden=1024, layers=28, heads=16, intermediate=3072, tie=True),
     "Qwen3-4B": dict(arch="qwen3", hidden=2560, layers=36, heads=32, intermediate=9728, tie=True),
     "Llama-3.1-8B": dict(arch="llama", hidden=4096, layers=32, heads=32, intermediate=14336, vocab=128256),
 }
-"""As published, with 8 key-value heads of 128 dimensions each."""
+"""Shapes of published models, which have 8 key-value heads of 128 dimensions each."""
 
 MARKER_LAYERS = 2
 MIXED_ID = UNK_ID
-"""What a marker model says when some of its tensors come from other weights than the rest."""
+"""Token that a marker model says when some of its tensors come from other weights than the rest."""
 
 _FORMAT = 6  # part of every recipe; raise it when the same options give other files
 
@@ -85,7 +85,7 @@ def make_config(
     dimensions that are odd.
 
     Args:
-        experts, chosen, expert_width: of a mixture: of each layer, for each token, and inside of one.
+        experts, chosen, expert_width: sizes of a mixture: experts of a layer, experts of a token, width of an expert.
     """
     head_dim = head_dim or hidden // heads
     if arch == "phi":  # its queries have key-value heads of their own, whatever the config says

@@ -31,16 +31,16 @@ from unittest import mock
 
 SERVER = "sglang_pat.launch_server"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Of every server: one thread a rank, and nothing to be downloaded."""
+"""Environment of every server: one thread a rank, and no downloads."""
 MOST = 1 << 20
-"""Bytes of an order."""
+"""Most bytes of an order."""
 
 _libc = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """In a new process: a test run that is killed leaves no server behind (its ranks follow it)."""
+    """Have this new process die with its parent: a killed test run leaves no server behind, nor a server its ranks."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -58,7 +58,7 @@ def popen(
 def run(
     prefork: Prefork | None, module: str, argv: Sequence[str], env: Mapping[str, str], seconds: float
 ) -> subprocess.CompletedProcess[str]:
-    """As :func:`popen`, until it ends; stdout and stderr as texts.
+    """Run a program like :func:`popen`, and wait for its end; stdout and stderr are texts.
 
     Raises:
         subprocess.TimeoutExpired: it took longer than ``seconds``, and was killed.
@@ -75,7 +75,7 @@ def run(
 
 
 class Prefork:
-    """The side of who wants programs.  The interpreter starts with the first of them and ends with this process."""
+    """Client of an interpreter that forks programs.  It starts with the first of them, and ends with this process."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None
@@ -94,7 +94,7 @@ class Prefork:
         """``python -m module argv``, with this environment; it leads a process group.
 
         Args:
-            stdin, stdout, stderr: as of ``subprocess.Popen``, in text; ``None``: nothing.
+            stdin, stdout, stderr: as for ``subprocess.Popen``, in text; ``None``: nothing.
 
         Raises:
             RuntimeError: the interpreter has ended.
@@ -148,10 +148,10 @@ class Prefork:
 
 
 class Fork:
-    """What ``subprocess.Popen`` has of a process, as far as it is used.
+    """A process with the part of ``subprocess.Popen`` that is used.
 
     Args:
-        status: gives its exit code, or ends, once the process has ended.
+        status: gives the exit code, or its own end, once the process has ended.
     """
 
     def __init__(
@@ -189,7 +189,8 @@ class Fork:
 def serve(number: int) -> None:
     """Fork a program for each order until there are no more; in the fork, be that program.
 
-    ``number``: of the descriptor of the channel.
+    Args:
+        number: descriptor of the channel.
     """
     import setproctitle
 
@@ -211,7 +212,7 @@ def serve(number: int) -> None:
 
 
 def attend(stdin: int, stdout: int, stderr: int, told: int, **program: Any) -> None:
-    """In a fork: be the parent of a program, and say its id and then its exit code."""
+    """Be the parent of a program, in a fork, and say its id and then its exit code."""
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if (pid := os.fork()) == 0:
@@ -226,7 +227,7 @@ def attend(stdin: int, stdout: int, stderr: int, told: int, **program: Any) -> N
 
 
 def _import_all() -> None:
-    """What a server imports, and its ranks."""
+    """Import what a server and its ranks import."""
     from sglang_pat.cpu import shim
     from sglang_pat.launch import processes
 
@@ -261,7 +262,7 @@ def become(files: list[int], module: str, argv: list[str], env: dict[str, str]) 
 
 
 def _exit(code: object) -> NoReturn:
-    """As ``sys.exit(code)`` at the end of a program, which would take seconds to put away what was imported."""
+    """End like ``sys.exit(code)``, which would take seconds to put away what was imported."""
     vars(threading)["_shutdown"]()  # as multiprocessing ends a process
     atexit._run_exitfuncs()
     if code is not None and not isinstance(code, int):

