@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_pat.host.assign import assign
+from sglang_pat.host.assign import assign, assign_many
 
 pytestmark = pytest.mark.unit
 
@@ -169,6 +169,16 @@ def test_what_is_there_is_written():
     pool = Pool()
     assign(pool, size=8)
     assert pool.size == 8
+
+
+def test_many_are_written_at_once():
+    pool = Pool()
+    pool.free = 1
+    assign_many(pool, {"free": 2, "used": 3}, late=frozenset({"used"}))
+    assert (pool.free, pool.used) == (2, 3)
+    with pytest.raises(AttributeError, match="SGLang's Pool has no attribute capacity"):
+        assign_many(pool, {"free": 7, "capacity": 9})
+    assert pool.free == 2
 
 
 def test_a_write_to_a_name_that_has_moved_fails_and_writes_nothing():

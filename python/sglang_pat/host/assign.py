@@ -1,4 +1,4 @@
-"""The one way in which we write attributes of SGLang's objects."""
+"""How we write attributes of SGLang's objects: what is not there is not written, and the rank ends."""
 
 from __future__ import annotations
 
@@ -17,13 +17,28 @@ def assign(target: Any, **values: Any) -> None:
     """
     for name in values:
         if not hasattr(target, name):
-            kind = getattr(target, "__name__", type(target).__name__)  # of a class or a module its own
-            raise AttributeError(
-                f"SGLang's {kind} has no attribute {name}, which sglang_pat writes: "
-                "this version of SGLang keeps it elsewhere"
-            )
+            raise _make_error(target, name)
     for name, value in values.items():
         setattr(target, name, value)
+
+
+def assign_many(target: Any, values: dict[str, Any], late: frozenset[str] = frozenset()) -> None:
+    """Set plain attributes of ``target``, those but ``late`` are there already; quick, for the state of a request.
+
+    Raises:
+        AttributeError: as :func:`assign`; also for a property.
+    """
+    attributes = vars(target)
+    for name in values.keys() - attributes.keys() - late:
+        raise _make_error(target, name)
+    attributes.update(values)
+
+
+def _make_error(target: Any, name: str) -> AttributeError:
+    kind = getattr(target, "__name__", type(target).__name__)  # of a class or a module its own
+    return AttributeError(
+        f"SGLang's {kind} has no attribute {name}, which sglang_pat writes: this version of SGLang keeps it elsewhere"
+    )
 
 
 @contextmanager

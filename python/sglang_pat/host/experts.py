@@ -82,7 +82,7 @@ class PiecewiseExperts(UnquantizedFusedMoEMethod):
     def _multiply_on_cpu(
         self, x: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
-        """As SGLang's ``moe_forward_native``, with two products where that has one.
+        """SGLang's ``moe_forward_native``, with two products where that has one.
 
         Args:
             weights, ids: of the experts that the router has chosen, ``[tokens, chosen]``.
@@ -104,7 +104,7 @@ class PiecewiseExperts(UnquantizedFusedMoEMethod):
     def multiply_on_gpu(
         self, x: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
-        """By SGLang's kernels, with the blocks that SGLang would take for copies of the weights.
+        """Multiply by SGLang's kernels, with the blocks that SGLang would take for copies of the weights.
 
         Its wrapper refuses views, though the kernel in it takes all strides.
         """

@@ -58,7 +58,7 @@ def find_reason_against(pool: Any) -> str | None:
 def make_view(
     pool: MHATokenToKVPool, allocator: TokenToKVPoolAllocator, ratio: int
 ) -> tuple[MHATokenToKVPool, TokenToKVPoolAllocator]:
-    """The same bytes with ``ratio`` times the slots and ``1/ratio`` of the heads, and who gives these slots away.
+    """The pool with ``ratio`` times the slots and ``1/ratio`` of the heads, and who gives these slots away.
 
     ``[slots, heads, dim]`` becomes ``[slots * ratio, heads / ratio, dim]``; addresses do not change.
     """

@@ -67,7 +67,7 @@ def list_checkpoint_parts(module: torch.nn.Module, spec: ShardSpec) -> dict[str 
 
 
 def _make_spec(module_name: str, module: torch.nn.Module, name: str) -> ShardSpec:
-    """Of the parameter ``name`` of ``module``."""
+    """How the parameter ``name`` of ``module`` is sharded."""
     if isinstance(module, FusedMoE):
         if why := find_reason_against(module):
             raise ShardError(module_name, module.moe_tp_size, *why)

@@ -23,7 +23,7 @@ def add_info(output: BatchTokenIDOutput, key: str, values: list[Any]) -> None:
     assign(output, customized_info=(output.customized_info or {}) | {key: values})
 
 
-def open_push_socket(context: zmq.Context, address: str) -> zmq.Socket:
+def open_push_socket(context: zmq.Context, address: str) -> Any:
     return get_zmq_socket(context, zmq.PUSH, address, False)
 
 

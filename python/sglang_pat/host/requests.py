@@ -19,7 +19,7 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 
-from sglang_pat.host.assign import assign
+from sglang_pat.host.assign import assign, assign_many
 
 __all__ = ["Req", "TokenizedGenerateReqInput"]
 
@@ -203,9 +203,8 @@ def count_sent_logprobs(req: Req, name: str, length: int) -> int:
 def write_state(req: Req, output: array, state: dict[str, Any], times: dict[str, float]) -> None:
     """Give a fresh ``req`` what :func:`read_state` and :func:`read_times` have read from another."""
     tokens = output.tolist()
-    assign(req, output_ids=tokens, **{name: value for name, value in state.items() if name not in LATE})
-    vars(req).update((name, state[name]) for name in LATE & state.keys())
-    assign(req.time_stats, **times)
+    assign_many(req, state | {"output_ids": tokens}, LATE)
+    assign_many(req.time_stats, times)
     if req.surr_offset is not None:
         # SGLang keeps this list beside its parts; rebuilt instead of sent twice.
         req.surr_and_decode_ids = (

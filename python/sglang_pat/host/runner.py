@@ -178,11 +178,14 @@ class LayoutParts:
 
 
 def get_runner(worker: AdaptiveTpModelWorker) -> AdaptiveModelRunner:
-    return worker.model_runner
+    runner = worker.model_runner
+    assert isinstance(runner, AdaptiveModelRunner), "it was made here"
+    return runner
 
 
 def describe(runner: AdaptiveModelRunner) -> tuple[str, torch.dtype, int]:
     """Its device, the dtype of its model, and the KV heads of the whole model."""
+    assert runner.device is not None, "SGLang has chosen it"
     return runner.device, runner.dtype, runner.model_config.get_total_num_kv_heads()
 
 
@@ -205,7 +208,7 @@ def build_model(runner: AdaptiveModelRunner) -> torch.nn.Module:
 
 
 def read_parts(runner: AdaptiveModelRunner) -> LayoutParts:
-    """Those of the layout that it is pointed at."""
+    """The parts that the runner is pointed at."""
     return LayoutParts(
         model=runner.model,
         sampler=runner.sampler,

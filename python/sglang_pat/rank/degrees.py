@@ -16,7 +16,7 @@ KEY = "tp_from_token"
 """In ``meta_info``."""
 
 Degrees = tuple[tuple[int, int], ...]
-"""From this token of the output on, this degree."""
+"""Pairs of the first token of the output, and the degree that generated it and those after it."""
 
 
 def begin(req: Req, tp: int) -> None:

@@ -37,10 +37,10 @@ SHORTEST = 4
 STEPS = ("prefill", "decode")
 
 ALLOWED = {torch.float32: 0.02, torch.bfloat16: 0.2, torch.float16: 0.2}
-"""By dtype: how far the logits of a right layout may be, as :func:`measure_distances` counts (docs/architecture.md)."""
+"""How far the logits of a right layout may be, by dtype, as :func:`measure_distances` counts (architecture.md)."""
 
 CLOSE = 0.1
-"""Of the tokens of a mixture in bfloat16 or float16: this share must be that near."""
+"""Share of the tokens of a mixture in bfloat16 or float16 that must be that near."""
 
 DUMMY_STD = 2.0**-10 / 3**0.5
 """About what SGLang's dummy weights spread: they are uniform between -0.001 and 0.001."""
@@ -110,7 +110,7 @@ def choose_lengths(room: int, most: int) -> list[int]:
 
 
 def _compute_logits(scheduler: SwitchingScheduler, layout: ParallelLayout) -> list[torch.Tensor]:
-    """Of the last token of each made-up prompt, then of the token after it: ``[prompts, vocabulary]`` each."""
+    """Logits of the last token of each made-up prompt, then of the token after it: ``[prompts, vocabulary]`` each."""
     try:
         scheduler.enter_layout(layout, epoch=0)
         lengths = choose_lengths(_count_tokens(scheduler), _count_prompts(scheduler))
@@ -137,7 +137,7 @@ def _count_tokens(scheduler: SwitchingScheduler) -> int:
 
 
 def _count_prompts(scheduler: SwitchingScheduler) -> int:
-    """At most, so that the decode step of every layout that has graphs is a graph."""
+    """Prompts at most, so that the decode step of every layout that has graphs is a graph."""
     return min([PROMPTS, loop.get_max_running(scheduler), *scheduler.layouts.list_largest_graphs()])
 
 

@@ -27,7 +27,7 @@ than the reading."""
 TYPES = (torch.bfloat16, torch.float16)
 """float32 is for comparing tokens, not for speed."""
 BLOCKS = (16, 32, 64)
-"""Of tokens, for the tensor cores; each is a kernel of its own."""
+"""Tokens of a block, for the tensor cores; each is a kernel of its own."""
 
 
 @triton.jit(do_not_specialize=["tokens"])

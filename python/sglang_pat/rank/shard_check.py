@@ -84,7 +84,7 @@ def _load_positions(module: torch.nn.Module, name: str, param: torch.nn.Paramete
 
 
 def _choose_experts(module: torch.nn.Module) -> list[int]:
-    """Those that are looked at; none of a layer that has no experts."""
+    """Numbers of the experts that are looked at; none of a layer that has no experts."""
     count = layers.count_experts(module)
     return sorted({0, 1, count - 1}) if count else []
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 32
-"""Of each made-up request that is moved at start."""
+"""Tokens of each made-up request that is moved at start."""
 
 
 class SwitchState(IntEnum):
@@ -107,7 +107,7 @@ class SwitchExecutor:
         self._clock = 0.0
 
     def warm_up(self) -> None:
-        """At start, by all ranks, with empty pools: use once what a switch uses, in each direction.
+        """Use once what a switch uses, in each direction; all ranks at start, with empty pools.
 
         Else communicators, kernels and buffers would be made in the first pauses.
         """

@@ -144,7 +144,7 @@ def _launch(pack: bool, k, v, slots, part_offsets, head_begin, head_count: int, 
 
 
 def _view_as_words(t: torch.Tensor, width: int) -> torch.Tensor:
-    """The same memory seen as integers of ``width`` bytes; only its address matters to the kernel."""
+    """The memory of ``t`` seen as integers of ``width`` bytes; only its address matters to the kernel."""
     if t.dim() == 3:  # rows that may lie apart; a stride-0 or one-head dimension must not get in the way of the view
         t = t.as_strided((t.shape[0], t.shape[1] * t.shape[2]), (t.stride(0), 1))
     return t.view(WORDS[width])

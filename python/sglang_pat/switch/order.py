@@ -81,7 +81,7 @@ class OutputSender:
         self.sent = 0
         self.fence: dict[int, int] | None = None
         self.reqs: list[Any] = []
-        """Those that the next output is about."""
+        """Requests that the next output is about."""
 
     def send_output(self, output: Any, recv_obj: Any = None) -> None:
         self._tell(output, self.reqs)
@@ -113,7 +113,7 @@ class OrderedReceiver:
 
 
 class AsyncOrderedReceiver(OrderedReceiver):
-    """The same on an asyncio socket."""
+    """An :class:`OrderedReceiver` on an asyncio socket."""
 
     async def recv_pyobj(self) -> Any:
         while not self._ready:

@@ -158,7 +158,7 @@ def list_slots_once(live: Sequence[LiveRequest], rows: Sequence[np.ndarray]) -> 
 def match_slots(
     live: Sequence[LiveRequest], old: np.ndarray, rows: Sequence[np.ndarray | None]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of the tokens that come from a source group: their slots there, and in the plan; int64 ``[tokens]`` each.
+    """Slots of the tokens that come from a source group: there, and in the plan; int64 ``[tokens]`` each.
 
     Args:
         live, old: what the group offers, and :func:`list_slots_once` of it.

@@ -53,7 +53,7 @@ def split_by_kv(scheduler: SwitchingScheduler) -> tuple[list[Req], list[Req], li
 
 
 def list_decoded_waiting(scheduler: SwitchingScheduler) -> list[Req]:
-    """Those that decoded and wait now: parked by a switch, or retracted."""
+    """Requests that decoded and wait now: parked by a switch, or retracted."""
     return [req for req in loop.list_queued(scheduler) if host.get_output(req)]
 
 
@@ -169,11 +169,11 @@ def serialize_request(req: Req) -> Capsule:
 
 def restore_state(req: Req, capsule: Capsule) -> None:
     """Give a fresh ``Req`` (made from what ``capsule`` seals) the state it had before the switch."""
-    state = {
-        # The others keep their places, by which SGLang finds them.
-        name: [None] * value.sent + value.entries if isinstance(value, UnsentLogprobs) else value
-        for name, value in capsule.state.items()
-    }
+    state = dict(capsule.state)
+    for name in host.LOGPROBS:
+        if isinstance(logprobs := state.get(name), UnsentLogprobs):
+            # Those that were sent keep their places, by which SGLang finds the others.
+            state[name] = [None] * logprobs.sent + logprobs.entries
     host.write_state(req, capsule.output, state, capsule.times)
     req.pat_degrees = capsule.degrees
 

@@ -41,7 +41,7 @@ def group_by_outputs(reqs: list[Req]) -> list[list[Req]]:
 
 
 def drop_scores_without_tokens(reqs: list[Req]) -> None:
-    """Of those that ask for no token: beside others that do, SGLang draws one, and keeps its logprob."""
+    """Drop the logprobs of requests that ask for no token: beside others that do, SGLang draws one and keeps its."""
     for req in reqs:
         if req.finished_len == 0 and req.return_logprob:
             assign(req, output_token_logprobs_val=[], output_token_logprobs_idx=[])

@@ -174,7 +174,7 @@ class ExpectedWeights:
         shard_id: str,
         expert_id: int,
     ) -> None:
-        """The same of :class:`FusedMoE`, whose parameters have all experts; a checkpoint's tensors have one."""
+        """Record a load into :class:`FusedMoE`, whose parameters have all experts; a checkpoint's tensors have one."""
         assert spec.dim is not None
         whole = list(param.shape)
         whole[spec.dim] = list_checkpoint_parts(module, spec)[shard_id]
@@ -183,7 +183,7 @@ class ExpectedWeights:
 
 @cache
 def read_checkpoint_shapes(folder: str) -> dict[str, tuple[int, ...]]:
-    """Of all tensors in the safetensors files of a folder; of none where there are no such files."""
+    """Shapes of all tensors in the safetensors files of a folder; empty where there are no such files."""
     found: dict[str, tuple[int, ...]] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, "pt") as file:  # reads the header
