@@ -22,7 +22,7 @@ from . import called
 from .called import Function
 from .conftest import MODELS
 from .streams import Body, body, check_idle, endless, hold, post, stream_across, through
-from .weight_updates import Trainer, serialized, succeeded
+from .weight_updates import Trainer, check_success, serialize
 
 RANKS = 2
 FLAGS = (
@@ -94,12 +94,12 @@ async def abort_and_pause(server: Server) -> None:
 def update_weights(server: Server, model: Path) -> None:
     """In all four ways, with the weights that the engine has.  Over IPC a GPU would be needed: it is refused, late."""
     state = load_file(model / "model.safetensors")
-    succeeded(server.post("/update_weights_from_disk", {"model_path": str(model)}))
-    items = [serialized(list(state.items())) for _ in range(RANKS)]
-    succeeded(server.post("/update_weights_from_tensor", {"serialized_named_tensors": items}))
+    check_success(server.post("/update_weights_from_disk", {"model_path": str(model)}))
+    items = [serialize(list(state.items())) for _ in range(RANKS)]
+    check_success(server.post("/update_weights_from_tensor", {"serialized_named_tensors": items}))
     trainer = Trainer(server, RANKS)
     try:
-        succeeded(trainer.broadcast({"model.norm.weight": state["model.norm.weight"]}))
+        check_success(trainer.broadcast({"model.norm.weight": state["model.norm.weight"]}))
     finally:
         trainer.close()
     assert not server.post("/update_weights_from_ipc", {"zmq_handles": {}}).json()["success"]
