@@ -1,4 +1,5 @@
-"""Test builds: a switch that makes what should have been made at start fails (``SGLANG_PAT_CHECK_STEADY=1``)."""
+"""A check of test builds: a switch that makes what should have been made at start fails
+(``SGLANG_PAT_CHECK_STEADY=1``)."""
 
 from __future__ import annotations
 
