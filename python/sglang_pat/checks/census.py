@@ -20,7 +20,7 @@ CENSUS_ENV = "SGLANG_PAT_CENSUS"
 
 
 def record(scheduler: Any, rank: int, epoch: int) -> None:
-    """In test builds, write the census of this rank."""
+    """Write the census of this rank, in test builds."""
     if not (folder := os.environ.get(CENSUS_ENV)):
         return
     values, identities = take_census(scheduler)

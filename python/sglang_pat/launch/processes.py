@@ -155,7 +155,7 @@ def _patch_process_to_fork(_path: bytes, command: list[str], keep: list[int]) ->
 
 @contextmanager
 def _put_sockets_in_private_folder() -> Iterator[None]:
-    """Inside the block ``multiprocessing`` puts its sockets into our folder: it makes its own on first use."""
+    """Have ``multiprocessing`` put its sockets into our folder: it chooses one on first use, and keeps it."""
     place, tempfile.tempdir = tempfile.tempdir, str(get_private_folder())
     try:
         util.get_temp_dir()
@@ -166,8 +166,8 @@ def _put_sockets_in_private_folder() -> Iterator[None]:
 
 @contextmanager
 def _ignore_signals_in_children() -> Iterator[None]:
-    """Inside the block processes are started that ignore what ends the engine from the first moment, the fork server
-    too: a terminal and a service manager send it to all."""
+    """Have processes that are started inside the block ignore what ends the engine from the first moment, the fork
+    server too: a terminal and a service manager send it to all."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
