@@ -128,7 +128,8 @@ def fork_here() -> None:
 
 
 def _patch_process_to_fork(_path: bytes, command: list[str], keep: list[int]) -> int:
-    """What ``multiprocessing`` would run in a new interpreter (its last word), in a fork of this one; returns its pid.
+    """Run in a fork of this process what ``multiprocessing`` would run in a new interpreter (the command's last word);
+    returns its pid.
 
     As there, only the descriptors ``keep`` stay open.
     """

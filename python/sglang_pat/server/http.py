@@ -174,7 +174,7 @@ async def set_schedule(request: Request) -> dict:
 
 @_answer_refusals
 async def schedule(request: Request) -> dict:
-    """How the schedule went, when it is over or replaced (:class:`~sglang_pat.messages.ScheduleState`)."""
+    """Record of how the schedule went, when it is over or replaced (:class:`~sglang_pat.messages.ScheduleState`)."""
     return await get_manager().pat_get_schedule()
 
 

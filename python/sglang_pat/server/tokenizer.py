@@ -165,7 +165,8 @@ class AdaptiveTokenizerManager(RoutedTokenizerManager):
         return msgspec.to_builtins((await self._pat_ask(messages.SetSchedule, entries=checked)).state)
 
     async def pat_get_schedule(self) -> dict[str, Any]:
-        """How the schedule went, when it is over or replaced (fields of :class:`~sglang_pat.messages.ScheduleState`).
+        """Record of how the schedule went, when it is over or replaced (fields of
+        :class:`~sglang_pat.messages.ScheduleState`).
 
         Raises as :meth:`pat_set_schedule`.
         """

@@ -58,7 +58,7 @@ class RewardLedger:
             self._ends[uid][session] = tokens
 
     async def take_ends(self, step: int) -> dict[str, dict[int, int]]:
-        """Tokens of the step's responses that have ended since the last call, by uid and session.
+        """Number of tokens of each of the step's responses that have ended since the last call, by uid and session.
 
         Before the first call of a step none is kept.
         """

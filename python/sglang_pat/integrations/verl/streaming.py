@@ -177,7 +177,7 @@ class StreamStep:
         return groups
 
     def count_complete(self, groups: set[str]) -> int:
-        """Number of the batch's groups that the trainer has had, or could have, which are ``groups``."""
+        """Number of the batch's groups that the trainer has had, or could have: the latter are ``groups``."""
         return self.batch - self.left + len(groups)
 
     def is_generated(self) -> bool:

@@ -129,7 +129,7 @@ class TailBatchingBuffer(ReplayBuffer):
         self._submit, self._stop, self._announce = submit, stop, announce
         self._take_ends, self._drop = take_ends, drop
         self._ends: defaultdict[str, dict[int, int]] = defaultdict(dict)
-        """Tokens of the responses of this round that are known to have ended, by uid and session."""
+        """Number of tokens of each response of this round that is known to have ended, by uid and session."""
         self._fetch: Callable[[], TensorDict] | None = None
         """Function that gets more prompts of the data."""
         self._most_judged = most_batches * rules.num_prompts
