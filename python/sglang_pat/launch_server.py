@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _print_help() -> None:
-    """Our flags; SGLang has some three hundred more."""
+    """Print our flags; SGLang has some three hundred more."""
     from sglang_pat.settings import add_flags
 
     parser = argparse.ArgumentParser(
@@ -109,7 +109,8 @@ def launch(argv: list[str]) -> None:
 
 
 def _serve_streaming(argv: list[str]) -> None:
-    """As plainly, with layers in host memory.  Exits with one line for arguments that cannot be, SGLang's included."""
+    """Serve with SGLang's own launcher, with layers in host memory.  Exits with one line for arguments that cannot be,
+    SGLang's included."""
     from stream_layers.plan import CannotStream
     from stream_layers.refusals import take_flag
 

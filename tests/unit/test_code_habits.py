@@ -135,9 +135,7 @@ HANGING = re.compile(
     r"|Towards|Under|Until|Up|With|Within|Without|The same|The ones?)\b(?!-)"
 )
 """Beginnings of a docstring that hangs on the name above it: prepositions, conjunctions and pronouns."""
-UNCLEAN = (
-    "checks", "host", "integrations/verl", "launch", "launch_server.py", "rank", "server", "switch",
-)  # fmt: skip
+UNCLEAN = ("host", "rank", "switch")
 """Parts of ``python/sglang_pat``, or packages beside it, with docstrings that still begin so."""
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Assign, ast.AnnAssign)
 """Nodes that a text after them describes."""

@@ -1,1 +1,1 @@
-"""What test builds look at; nothing here acts unless an environment variable asks for it."""
+"""Checks of test builds; none acts unless an environment variable asks for it."""

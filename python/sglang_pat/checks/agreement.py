@@ -1,4 +1,4 @@
-"""Test builds: after a switch the ranks of a group must agree on all that ``attributes.txt`` says they must
+"""A check of test builds: after a switch the ranks of a group must agree on all that ``attributes.txt`` says they must
 (``SGLANG_PAT_CHECK_AGREEMENT=1``)."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check(scheduler: SwitchingScheduler) -> None:
 
 
 def _read_agreed_values(scheduler: SwitchingScheduler) -> dict[str, Any]:
-    """Everything that the group's ranks must agree on, by name."""
+    """Values that the group's ranks must agree on, by the attribute's path."""
     return {
         **read_paths(scheduler, attributes.list_agreed_paths()),
         "running_batch": [describe_account(req) for req in loop.list_running(scheduler)],

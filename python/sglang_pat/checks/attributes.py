@@ -1,4 +1,4 @@
-"""What each attribute of SGLang is: ``attributes.txt``, and how a census is held against it."""
+"""The table of SGLang's attributes, ``attributes.txt``: what each is, and whether it knows all of a census."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AGREED = ("fixed", "group")
 
 @dataclass(frozen=True)
 class AttributeLine:
-    """An attribute of the table, or several: ``pattern`` is its path, in which ``*`` stands for anything."""
+    """A line of the table, for one attribute or several: ``pattern`` is a path, in which ``*`` stands for anything."""
 
     kind: str
     pattern: str
@@ -30,7 +30,7 @@ def read_table() -> tuple[AttributeLine, ...]:
 
 
 def parse(text: str) -> Iterable[AttributeLine]:
-    """The lines of a table.  Raises ``ValueError``: what is wrong with it."""
+    """The lines of a table.  Raises ``ValueError`` that says what is wrong with it."""
     kind = root = reason = ""
     for line in text.splitlines():
         if not line.strip() or line.startswith("#"):
@@ -49,7 +49,7 @@ def parse(text: str) -> Iterable[AttributeLine]:
 
 @cache
 def find_line(path: str) -> AttributeLine | None:
-    """What the table says of ``path``; None if it does not know it."""
+    """The table's line for ``path``; None if it has none."""
     lines = [
         line for line in read_table() if line.pattern == path or ("*" in line.pattern and _matches(path, line.pattern))
     ]

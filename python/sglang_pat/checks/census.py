@@ -1,4 +1,4 @@
-"""Test builds: a census of what SGLang keeps (``host/census.py``), written by every rank.
+"""The census of test builds: what SGLang keeps (``host/census.py``), written by every rank.
 
 ``attributes.txt`` says of each attribute what it is; ``tests/engine/test_attributes.py`` holds the two against each
 other in every layout, and against engines that were built at that degree.
@@ -16,11 +16,11 @@ from sglang_pat.host.census import take_census
 from sglang_pat.host.groups import get_place
 
 CENSUS_ENV = "SGLANG_PAT_CENSUS"
-"""Test builds: a folder; every rank writes its census there at start and after every switch."""
+"""Variable with a folder: in test builds every rank writes its census there at start and after every switch."""
 
 
 def record(scheduler: Any, rank: int, epoch: int) -> None:
-    """In test builds, write the census of this rank."""
+    """Write the census of this rank, in test builds."""
     if not (folder := os.environ.get(CENSUS_ENV)):
         return
     values, identities = take_census(scheduler)

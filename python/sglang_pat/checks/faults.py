@@ -23,11 +23,11 @@ HOLD_POLL_SECONDS = 0.01
 
 
 class InjectedFault(RuntimeError):
-    """Raised by a ``raise`` fault."""
+    """The error that a ``raise`` fault raises."""
 
 
 def check(state: str, rank: int, epoch: int) -> None:
-    """Fail here if the environment says so; ``state``: of the switch, as ``SwitchState`` names it.
+    """Fail here if the environment says so.  ``state`` is the switch's, as ``SwitchState`` names it.
 
     Raises:
         InjectedFault: the fault is a ``raise`` and this is its place.

@@ -1,4 +1,5 @@
-"""Test builds: a switch that makes what should have been made at start fails (``SGLANG_PAT_CHECK_STEADY=1``)."""
+"""A check of test builds: a switch that makes what should have been made at start fails
+(``SGLANG_PAT_CHECK_STEADY=1``)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ CHECK_STEADY_ENV = "SGLANG_PAT_CHECK_STEADY"
 
 @contextmanager
 def forbid_new_resources():
-    """Inside the block, calls to :data:`RESOURCE_MAKERS` raise RuntimeError, in test builds."""
+    """Have calls to :data:`RESOURCE_MAKERS` inside the block raise RuntimeError, in test builds."""
     with ExitStack() as stack:
         if os.environ.get(CHECK_STEADY_ENV) == "1":
             for owner, name in RESOURCE_MAKERS:

@@ -1,4 +1,5 @@
-"""Test builds: the ranks of a group must have sampled the same tokens in every step (``SGLANG_PAT_CHECK_TOKENS=1``)."""
+"""A check of test builds: the ranks of a group must sample the same tokens in every step
+(``SGLANG_PAT_CHECK_TOKENS=1``)."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Symbol:
         return cls(module, name, tuple(parameters.split(", ")) if parameters else (), bool(read))
 
     def find_problem(self) -> str | None:
-        """What is wrong with SGLang's symbol, or None."""
+        """A line on what is wrong with SGLang's symbol, or None."""
         try:
             parameters = self._read() if self.read else self._import()
         except (ImportError, AttributeError, OSError) as error:
@@ -76,7 +76,7 @@ class Symbol:
         return tuple(inspect.signature(found).parameters)
 
     def _read(self) -> tuple[str, ...]:
-        """From the source: what needs CUDA cannot be imported everywhere."""
+        """Names of the symbol's parameters, read from the source: what needs CUDA cannot be imported everywhere."""
         top, *rest = self.module.split(".")
         spec = importlib.util.find_spec(top)  # imports nothing
         if spec is None or not spec.submodule_search_locations:

@@ -1,4 +1,4 @@
-"""What this machine or its GPUs have free.
+"""Measurement of the memory that this machine or its GPUs have free.
 
 GPUs are read by NVML: ``torch.cuda.mem_get_info`` would leave a context of this process on every one.
 """
@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 def measure_memory(device: str, gpus: Sequence[int], shared: bool) -> Supply:
-    """What is free now: of the machine for ``cpu``, else of the GPU that has least.
+    """Memory that is free now: the machine's for ``cpu``, else that of the GPU with the least.
 
     Args:
-        gpus: number of each rank's GPU.
-        shared: whether all ranks run on one; each then has its part.
+        gpus: the number of each rank's GPU.
+        shared: whether all ranks run on one GPU; each then has its part.
 
     Raises:
         ValueError: there are fewer GPUs.
@@ -38,7 +38,7 @@ def measure_memory(device: str, gpus: Sequence[int], shared: bool) -> Supply:
 
 
 def measure_gpus(gpus: Iterable[int]) -> Supply:
-    """Of these GPUs, by CUDA's numbers, the one that has least free."""
+    """Memory of that of these GPUs, by CUDA's numbers, which has the least free."""
     return min(map(_measure_gpu, gpus), key=lambda supply: supply.free)
 
 

@@ -1,4 +1,4 @@
-"""How the engine's processes are started, and ended.
+"""The start and the end of the engine's processes.
 
 SGLang spawns: every process imports it anew, 10 s of CPU time each.  On a machine without CUDA the
 ranks, the coordinator and the detokenizer are forked from a fork server, which has imported it.  The
@@ -40,17 +40,17 @@ PRELOAD = ["sglang_pat.preload"]
 ENDING = (signal.SIGINT, signal.SIGTERM)
 """Signals that end the engine: the main process acts on them, its children ignore them."""
 END_SECONDS = 30
-"""Longest that killed processes are waited for: the driver takes back a GPU's memory meanwhile."""
+"""Seconds for which killed processes are waited for: the driver takes back a GPU's memory meanwhile."""
 POLL_SECONDS = 0.01
 NAMED = "sglang_pat: "
-"""Before the names of processes in this process: they are in the lines that say how they ended."""
+"""Prefix of the processes' names in this process: the lines that say how they ended have it."""
 RANK_TITLE = "sglang_pat::rank"
-"""Before a rank's number: the title of its process."""
+"""Title of a rank's process, before its number."""
 
 
 FOLDER_PREFIX = "sglang_pat_"
 LONGEST_PLACE = 50
-"""Characters of the temporary folder's path: a socket's path has 107 at most."""
+"""Most characters of the temporary folder's path: a socket's path has 107 at most."""
 _engines = count()
 
 
@@ -60,7 +60,7 @@ def get_private_folder() -> Path:
     the end of the process, in order or by :func:`remove_private_folder`.
 
     Raises:
-        ValueError: there is no place for it; one line.
+        ValueError: there is no place for it, one line.
     """
     try:
         place = tempfile.gettempdir()
@@ -75,14 +75,14 @@ def get_private_folder() -> Path:
 
 
 def make_engine_folder() -> Path:
-    """A new folder in it, for one engine's sockets."""
+    """Make a folder for one engine's sockets in this process's folder."""
     folder = get_private_folder() / str(next(_engines))
     folder.mkdir()
     return folder
 
 
 def remove_private_folder() -> None:
-    """Remove it now: this process will not end in order."""
+    """Remove this process's folder now: the process will not end in order."""
     if get_private_folder.cache_info().currsize:
         shutil.rmtree(get_private_folder(), ignore_errors=True)
         get_private_folder.cache_clear()
@@ -128,7 +128,8 @@ def fork_here() -> None:
 
 
 def _patch_process_to_fork(_path: bytes, command: list[str], keep: list[int]) -> int:
-    """What ``multiprocessing`` would run in a new interpreter (its last word), in a fork of this one; returns its pid.
+    """Run in a fork of this process what ``multiprocessing`` would run in a new interpreter (the command's last word);
+    returns its pid.
 
     As there, only the descriptors ``keep`` stay open.
     """
@@ -155,7 +156,7 @@ def _patch_process_to_fork(_path: bytes, command: list[str], keep: list[int]) ->
 
 @contextmanager
 def _put_sockets_in_private_folder() -> Iterator[None]:
-    """``multiprocessing`` puts its sockets into a folder that it makes on first use."""
+    """Have ``multiprocessing`` put its sockets into our folder: it chooses one on first use, and keeps it."""
     place, tempfile.tempdir = tempfile.tempdir, str(get_private_folder())
     try:
         util.get_temp_dir()
@@ -166,8 +167,8 @@ def _put_sockets_in_private_folder() -> Iterator[None]:
 
 @contextmanager
 def _ignore_signals_in_children() -> Iterator[None]:
-    """Processes started meanwhile ignore what ends the engine from the first moment, the fork server too: a terminal
-    and a service manager send it to all."""
+    """Have processes that are started inside the block ignore what ends the engine from the first moment, the fork
+    server too: a terminal and a service manager send it to all."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -207,25 +208,25 @@ def _run(environment: dict[str, str], target: Callable, *args: Any) -> None:
 
 
 def _die_with_parent() -> None:
-    """SGLang asks the kernel to end a process with its parent, but here that is the fork server, which lives as long
-    as one of its children."""
+    """End with the main process.  SGLang asks the kernel to end a process with its parent, but here that is the fork
+    server, which lives as long as one of its children."""
     mp.parent_process().join()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _avoid_semaphores() -> None:
-    """tqdm takes a semaphore with a name, which a killed process leaves behind; a lock of threads is enough here."""
+    """Give tqdm a lock of threads: its own takes a semaphore with a name, which a killed process leaves behind."""
     from tqdm import tqdm
 
     tqdm.set_lock(threading.RLock())
 
 
 class NotStarted(ValueError):
-    """A process of the engine could not start; one line with why."""
+    """The error of a process that could not start; one line with why."""
 
 
 def wait_until_ready(started: Mapping[str, tuple[mp.Process, connection.Connection]]) -> list[dict[str, Any]]:
-    """What each of ``started`` (name -> what :func:`start` returned) reports once it is ready.
+    """Reports of the processes ``started`` (name -> what :func:`start` returned), as each is ready.
 
     Raises:
         NotStarted: one of them cannot start; all children have ended.
@@ -266,7 +267,7 @@ def end_engine(parent_pid: int, writer: connection.Connection, why: str) -> NoRe
     ``writer``, SGLang's SIGQUIT tells the main process.
 
     Args:
-        why: one line.
+        why: the reason, one line.
     """
     try:
         if writer.closed:
@@ -289,14 +290,15 @@ def exit_on_signals() -> None:
 
 
 def is_resource_tracker(process: psutil.Process) -> bool:
-    """Whether it is one of Python's, which remove what dead processes left in shared memory, and end by themselves."""
+    """Whether a process is one of Python's resource trackers, which remove what dead processes left in shared memory,
+    and end by themselves."""
     with suppress(psutil.NoSuchProcess):
         return any("resource_tracker" in word for word in process.cmdline())
     return False
 
 
 def wait_until_ended(waited_for: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Wait until all have ended; returns those that have not after ``seconds``."""
+    """Wait until all processes have ended; returns those that have not after ``seconds``."""
     left, begun = list(waited_for), time.monotonic()
     while (left := [process for process in left if not _has_ended(process)]) and time.monotonic() - begun < seconds:
         time.sleep(POLL_SECONDS)
@@ -304,7 +306,7 @@ def wait_until_ended(waited_for: Iterable[psutil.Process], seconds: float) -> li
 
 
 def _has_ended(process: psutil.Process) -> bool:
-    """A zombie has, once its last thread has ended: its memory is free.
+    """Whether a process has ended.  A zombie has, once its last thread has ended: its memory is free.
 
     It stays a zombie until somebody takes its exit code.  For an orphan that is process 1, which in a container may
     do so late or never.

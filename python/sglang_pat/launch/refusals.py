@@ -1,4 +1,4 @@
-"""What is refused before anything starts: paths, ports, flags, models, functions; one line each.
+"""Refusals before anything starts, of paths, ports, flags, models, functions; one line each.
 
 Nothing here imports SGLang: a wrong path is refused in a moment, and a framework may check its job without it.
 ``host/arguments.py`` looks at a model that SGLang has read.  Whether the shards of a model are what we take them for is
@@ -26,22 +26,22 @@ FUNCTIONS = (
     "sglang.srt.managers.scheduler.run_scheduler_process",
     "sglang.srt.managers.detokenizer_manager.run_detokenizer_process",
 )
-"""Of SGLang's own launchers, of whose processes ours stand in the place."""
+"""Functions of SGLang's own launchers in whose processes' place ours stand."""
 
 SHARED_MEMORY = Path("/dev/shm")
 STAGING_BYTES = 128 << 10
-"""Of a rank in a group's segment, at least (``csrc/segment.h``)."""
+"""Least bytes of a rank in a group's segment (``csrc/segment.h``)."""
 CHANNEL_BYTES = 132 << 10
-"""Between two ranks of a group."""
+"""Bytes of the channel from one rank of a group to another (``csrc/segment.h``)."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_num_primary_experts")
 MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 """Mixtures whose experts are cut by their width (``host/experts.py``)."""
 NUMBERED = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
-"""Those of them whose layers tell SGLang their number, so that it can say which experts a token was routed to."""
+"""Mixtures whose layers tell SGLang their number, so that it can say which experts a token was routed to."""
 RECURRENT = ("mamba_d_state", "mamba_d_ssm", "ssm_state_size", "ssm_cfg", "state_size", "linear_num_key_heads")
 RECURRENT += ("hybrid_override_pattern", "layers_block_type", "attn_type_list")
-"""Names of the configuration's fields that only such models have."""
+"""Names of the configuration's fields that only recurrent models have."""
 
 
 def check_command_line(argv: Sequence[str]) -> None:
@@ -68,7 +68,7 @@ def check_command_line(argv: Sequence[str]) -> None:
 
 
 def read_files(config: AdaptiveConfig) -> Profile | None:
-    """The profile, if one is given; raises ValueError for one that is none, or a log that cannot be written."""
+    """Read the profile, if one is given; raises ValueError for one that is none, or a log that cannot be written."""
     profile = None if config.profile is None else load(config.profile, complete=True)
     if config.log is not None:
         try:
@@ -159,7 +159,7 @@ class Refusal:
     reason: str
 
     def format_flag(self, value: Any) -> str:
-        """As the user would write it."""
+        """The flag with its value, as the user would write it."""
         flag = "--" + self.field.replace("_", "-")
         return flag if value is True else f"{flag} {value}"
 
@@ -169,7 +169,7 @@ _ONE_DEGREE = "every layer is cut by the degree of the layout"
 
 
 def _refuse_all(reason: str, names: str) -> tuple[Refusal, ...]:
-    """Flags that are refused when they are given at all."""
+    """Refusals of flags that may not be given at all."""
     empty = (None, False, 0, "", [], {})
     return tuple(Refusal(name, empty, _OUT, reason) for name in names.split())
 
@@ -256,7 +256,7 @@ ENVIRONMENT = {
     "SGLANG_ENABLE_COLOCATED_BATCH_GEN": "its barrier knows one layout",
     "SGLANG_PROFILE_V2": "its barrier knows one layout",
 }
-"""Variables of SGLang's that are refused: name -> reason."""
+"""Reasons why variables of SGLang's are refused, by name."""
 
 
 def refuse_flags(given: Mapping[str, Any]) -> None:
@@ -287,7 +287,7 @@ def refuse_routed_experts(architectures: Sequence[str] | None, asked: str) -> No
     """Raise ``ValueError`` with one line if SGLang cannot return the routed experts of a model.
 
     Args:
-        architectures: of the model's configuration.
+        architectures: the model configuration's.
         asked: what asks for them, for the message.
     """
     name = (architectures or ["?"])[0]
@@ -297,7 +297,11 @@ def refuse_routed_experts(architectures: Sequence[str] | None, asked: str) -> No
 
 
 def refuse_config(config: Mapping[str, Any], where: str) -> None:
-    """The same of a ``config.json`` alone, as far as it tells; ``where`` its model was given, for the message."""
+    """Raise ``ValueError`` with one line for a model that cannot cross a switch, as far as its ``config.json`` tells.
+
+    Args:
+        where: setting that names the model, for the message.
+    """
     name = (config.get("architectures") or ["?"])[0]
     if why := _find_reason_in_file(config) or find_reason_in_fields(config.get):
         raise ValueError(f"{where}: an adaptive engine does not support {name}: {why}; {_ADVICE}")
@@ -308,7 +312,7 @@ MLA = "its attention is MLA, whose KV has no heads to divide"
 
 
 def _find_reason_in_file(config: Mapping[str, Any]) -> str | None:
-    """By what SGLang says of a model once it has read this file."""
+    """Reason against a model, by the fields from which SGLang says what it is; None if there is none."""
     if any(config.get(part) for part in ("text_config", "vision_config", "audio_config")):
         return "it is multimodal"
     if config.get("kv_lora_rank"):
@@ -322,7 +326,8 @@ WINDOW = "some of its layers have a sliding window"
 
 
 def find_reason_in_fields(field: Callable[[str], Any]) -> str | None:
-    """By fields of the text model's configuration, by name."""
+    """Reason against a model, by the fields of the text model's configuration, which ``field`` reads by name; None if
+    there is none."""
     kinds = set(field("layer_types") or ())
     if field("is_encoder_decoder"):
         return "it has an encoder"

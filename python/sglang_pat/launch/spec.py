@@ -1,4 +1,4 @@
-"""What an engine is: computed once, from values, before anything starts, and the same in all its processes.
+"""An engine's specification: computed once, from values, before anything starts, and the same in all its processes.
 
 :func:`resolve_spec` makes the :class:`EngineSpec` of a :class:`Deployment`, which is what SGLang's arguments and the
 model say (``host/arguments.py`` reads them).  Every refusal is a ``ValueError`` of one line.
@@ -18,16 +18,16 @@ from sglang_pat.predict.profile import Fingerprint, Profile, check_fits
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """What an engine is computed from.
+    """Values that an engine's specification is computed from.
 
     Attributes:
         config: what the settings say: layouts, policy, ways to move weights and KV.
-        fingerprint: of the model, the machine and the layouts; None where no profile is given.
+        fingerprint: that of the model, the machine and the layouts; None where no profile is given.
         demand: what needs memory, but for the graphs of the layouts above the base.
         device: ``cpu``, ``cuda``, or another one of torch's.
         graph_sizes: batch sizes for which SGLang would capture a decode graph.
         graphs_given: whether the user gave them.
-        graphs: whether there are any.
+        graphs: whether there are decode graphs.
         first_gpu, gpu_step: numbers of this machine's GPUs.
         shared: whether all ranks run on the first one.
     """
@@ -46,11 +46,11 @@ class Deployment:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """Made by :func:`resolve_spec`.
+    """An engine, as :func:`resolve_spec` makes it.
 
     Attributes:
         config: what the settings say: layouts, policy, ways to move weights and KV.
-        profile: of this deployment; None where ``--pat-profile`` was not given.
+        profile: this deployment's; None where ``--pat-profile`` was not given.
         graph_sizes: batch sizes that have a decode graph, by degree.
         memory: the memory plan; None on a device that is neither a CPU nor CUDA.
         gpus: number of the GPU on this machine that each rank runs on.
@@ -66,7 +66,7 @@ class EngineSpec:
 
 
 def resolve_spec(deployment: Deployment) -> EngineSpec:
-    """Everything that is decided before the first process is started.
+    """Decide all that is decided before the first process is started.
 
     Raises:
         ValueError: a profile that is not of this deployment, files that cannot be used, memory that does not suffice.

@@ -1,1 +1,1 @@
-"""What runs in the server's process, between clients and the coordinator."""
+"""The engine's main process, between clients and the coordinator."""

@@ -1,4 +1,4 @@
-"""Before the first request: each layout decodes some made-up requests, so that the profile is corrected from the start.
+"""The calibration before the first request: each layout decodes made-up requests, which corrects the profile.
 
 Layouts take turns, so that a machine that becomes slower meanwhile is not taken for a layout that is.  What the steps
 took comes to the coordinator with the leaders' load reports, as ever (``messages.CalibrationTurn``).
@@ -15,20 +15,20 @@ from sglang_pat.figures import job_log
 from sglang_pat.predict.correction import BATCH, CONTEXT, TURNS
 
 ENOUGH_TURNS, ENOUGH_SECONDS = 2, 5.0
-"""On a slow machine so many turns do, once they have taken so long."""
+"""Number of turns that do on a slow machine, once they have taken this many seconds."""
 MOST_SECONDS = 15.0
-"""So long a layout decodes in one turn at most: where a step takes seconds, a few of them do."""
+"""Most seconds for which a layout decodes in one turn: where a step takes seconds, a few of them do."""
 FLUSH_SECONDS = 60.0
 
 CPU_CONTEXT = 2048
-"""Tokens of a request at most without a GPU: the attention there computes the square of the whole prompt for the one
+"""Most tokens of a request without a GPU: the attention there computes the square of the whole prompt for the one
 token that is not in the cache, over a minute for 7,353 tokens of SmolLM2-135M."""
 
 RID = "pat-calibration"
-"""Of the made-up requests of a layout in a turn, all together."""
+"""Request id that the made-up requests of a layout in a turn share."""
 
 FULL = 0.9
-"""Of a replica's KV, so much is taken at most.  Every replica has the prompts of all: a message for each would be one
+"""Largest share of a replica's KV that is taken.  Every replica has the prompts of all: a message for each would be one
 more thing."""
 
 
@@ -77,8 +77,9 @@ async def _run_turns(manager: Any, begun: float) -> None:
 
 
 async def _decode(manager: Any, requests: int, context: int, room: int, steps: int) -> None:
-    """So many requests at once, whose prompts have ``context`` tokens if there is room; each makes ``steps`` steps that
-    count: the first token is prefill's, the next step follows it.  Fewer after :data:`MOST_SECONDS`.
+    """Decode ``requests`` requests at once, whose prompts have ``context`` tokens if there is room.  Each makes
+    ``steps`` steps that count (the first token is prefill's, the next step follows it), fewer after
+    :data:`MOST_SECONDS`.
 
     Prompts are not computed: what is in their KV changes no time.  No two are alike, nor are the tokens sampled after
     them: a mixture's time depends on how many experts they choose.

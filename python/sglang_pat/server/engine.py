@@ -31,7 +31,7 @@ __all__ = ["Engine", "ReconfigureError"]
 
 
 class AdaptiveEngine(LaunchedEngine):
-    """What the HTTP server and :class:`Engine` launch."""
+    """The engine that the HTTP server and :class:`Engine` launch."""
 
     init_tokenizer_manager_func = staticmethod(AdaptiveTokenizerManager.pat_make)
     programs = Programs(coordinator=run_coordinator, rank=run_rank, detokenizer=run_detokenizer)
@@ -60,7 +60,7 @@ class Engine(EngineRollouts, AdaptiveEngine):
             asyncio.set_event_loop(self.loop)
 
     def shutdown(self) -> None:
-        """As :meth:`LaunchedEngine.shutdown`; a rollout that is under way ends with an error."""
+        """Shut down as :meth:`LaunchedEngine.shutdown` does; a rollout that is under way ends with an error."""
         super().shutdown()
         if isinstance(getattr(self, "loop", None), EngineLoop):
             self.loop.end()
@@ -76,13 +76,14 @@ class Engine(EngineRollouts, AdaptiveEngine):
         return ParallelLayout(**self.status()["layout"])
 
     def status(self) -> dict[str, Any]:
-        """What ``GET /pat/status`` returns.  Loads are as last reported: a request may be in them after its answer."""
+        """The answer of ``GET /pat/status``.  Loads are as last reported: a request may be in them after its answer."""
         return self._await(self.tokenizer_manager.pat_status())
 
     def reconfigure(self, tp: int, dry_run: bool = False) -> dict[str, Any]:
         """Switch to degree ``tp`` now; returns the switch record, times in seconds (empty if already there).
 
-        ``dry_run``: only says what that would do, as :func:`sglang_pat.coordinator.replicas.forecast_switch` does.
+        With ``dry_run`` it only says what that would do
+        (:func:`sglang_pat.coordinator.replicas.forecast_switch`).
 
         Raises:
             ReconfigureError: not a candidate, a switch under way, or aborted.
@@ -155,7 +156,7 @@ class Engine(EngineRollouts, AdaptiveEngine):
         self._run_in_loop(lambda: self.tokenizer_manager.pat_send_round(EndRound(name=name)))
 
     def _run_in_loop(self, tell: Callable[[], None]) -> None:
-        """Sockets are the loop's: only who runs it may use them."""
+        """Call ``tell`` in the engine's loop, whose sockets only its own thread may use."""
 
         async def told() -> None:
             tell()
@@ -166,7 +167,7 @@ class Engine(EngineRollouts, AdaptiveEngine):
             self._await(told())
 
     def get_fingerprint(self) -> Fingerprint:
-        """What a profile taken on this engine holds for."""
+        """Fingerprint of what a profile taken on this engine holds for."""
         info, args = self._scheduler_init_result.scheduler_infos[0], self.server_args
         return make_fingerprint(args, args.spec.config, info["max_total_num_tokens"], info["pat_max_running"])
 

@@ -18,7 +18,7 @@ from sglang_pat.server.rollout import describe_engine
 from sglang_pat.server.tokenizer import ReconfigureError
 
 MAX_BYTES = 1 << 16
-"""Of a body."""
+"""Most bytes of a request's body."""
 
 
 class _Reconfigure(msgspec.Struct, forbid_unknown_fields=True):
@@ -37,7 +37,7 @@ class _LendRanks(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _TakeBackRanks(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of ``POST /pat/take_back_ranks``: all of them."""
+    """The body of ``POST /pat/take_back_ranks``, which takes back all ranks."""
 
     client: ClientName = CLIENT
 
@@ -58,8 +58,8 @@ def add_routes(app: Any) -> None:
 
 
 def _answer_refusals(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """What the handler returns; what it refuses has a status code and one line: 400 bad input, 409 not now.  A plain
-    ``dict`` becomes JSON."""
+    """Wrap a handler: what it refuses is answered with a status code and one line, 400 for bad input and 409 for not
+    now.  A plain ``dict`` becomes JSON."""
 
     @functools.wraps(handler)
     async def answer(*args: Any, **kwargs: Any) -> Response:
@@ -174,12 +174,12 @@ async def set_schedule(request: Request) -> dict:
 
 @_answer_refusals
 async def schedule(request: Request) -> dict:
-    """When the schedule is over or replaced, how it went (:class:`~sglang_pat.messages.ScheduleState`)."""
+    """Record of how the schedule went, when it is over or replaced (:class:`~sglang_pat.messages.ScheduleState`)."""
     return await get_manager().pat_get_schedule()
 
 
 async def _read_body(request: Request) -> bytes:
-    """Raises ValueError: longer than :data:`MAX_BYTES`; no more than these are held."""
+    """Read the body.  Raises ValueError for one longer than :data:`MAX_BYTES`; no more than these are held."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk

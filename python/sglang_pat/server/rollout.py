@@ -14,7 +14,7 @@ from sglang_pat.rollout.rounds import RolloutCalls, RolloutRound
 
 
 class EngineRollouts(RolloutCalls):
-    """A part of ``Engine``."""
+    """The rounds of ``Engine``, whose base class this is."""
 
     tokenizer_manager: Any
     loop: Any
@@ -28,7 +28,7 @@ class EngineRollouts(RolloutCalls):
         self.tokenizer_manager.pat_rounds.add(round_)
 
     def _loop_for_rounds(self) -> EngineLoop:
-        """The engine's own."""
+        """The engine's own event loop, ready for a round."""
         if not isinstance(self.loop, EngineLoop):
             raise RuntimeError("this engine was made inside an event loop; use async_rollout there")
         if self.tokenizer_manager.event_loop is None:
@@ -74,7 +74,7 @@ class ManagerBackend:
 
 
 def get_token_limit(manager: Any) -> int:
-    """Tokens of a request at most, prompt and response."""
+    """Most tokens of a request, prompt and response together."""
     return min(manager.context_len, manager.max_req_input_len or manager.context_len)
 
 
@@ -87,7 +87,7 @@ def stop_tokens(manager: Any) -> list[int]:
 
 
 def describe_engine(manager: Any) -> dict[str, Any]:
-    """What a client's round has to know of the engine."""
+    """Facts of the engine that a client's round has to know, by name."""
     return {
         "weight_updates": manager.pat_weight_updates,
         "room": get_token_limit(manager),

@@ -1,4 +1,4 @@
-"""What clients ask of the coordinator: SGLang's TokenizerManager with a line to it."""
+"""SGLang's TokenizerManager with a line to the coordinator, for what clients ask of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_pat.rollout.rounds import RolloutRound
 from sglang_pat.server.calibration import calibrate
 
 POLL_SECONDS, IDLE_SECONDS = 0.005, 60.0
-"""Between two looks whether the engine is empty, and the longest wait for it once all requests are answered."""
+"""Seconds between two looks whether the engine is empty, and the longest wait for it once all requests are answered."""
 
 
 class ReconfigureError(RuntimeError):
@@ -32,11 +32,11 @@ class ReconfigureError(RuntimeError):
 
 
 class AdaptiveTokenizerManager(RoutedTokenizerManager):
-    """Adds what clients ask of the coordinator: the ``pat_`` methods.
+    """SGLang's TokenizerManager, with the ``pat_`` methods for what clients ask of the coordinator.
 
     Attributes:
-        pat_rounds: those that this process drives, to be cancelled when weights are updated.
-        pat_log_begins: in the decision log requests count from the next one on.
+        pat_rounds: rounds that this process drives, to be cancelled when weights are updated.
+        pat_log_begins: whether requests count in the decision log from the next one on.
     """
 
     def __init__(self, server_args, port_args) -> None:
@@ -54,7 +54,7 @@ class AdaptiveTokenizerManager(RoutedTokenizerManager):
     # -- the calibration ----------------------------------------------------------------------------
 
     def _pat_calibrate(self) -> None:
-        """The first requests wait at the gate for it; it goes on without those that do not."""
+        """Calibrate.  The first requests wait at the gate for it; it goes on without those that do not."""
         if not self._pat_calibrates or self._pat_calibration is not None:
             return
         self.auto_create_handle_loop()
@@ -66,7 +66,7 @@ class AdaptiveTokenizerManager(RoutedTokenizerManager):
         self._pat_at_gate.check()
 
     def pat_send_calibration_turn(self, over: bool = False) -> None:
-        """See :class:`~sglang_pat.messages.CalibrationTurn`."""
+        """Send the coordinator a :class:`~sglang_pat.messages.CalibrationTurn`."""
         self.send_to_scheduler.send_pyobj(messages.CalibrationTurn(over=over))
 
     # -- weights --------------------------------------------------------------------------------
@@ -105,8 +105,8 @@ class AdaptiveTokenizerManager(RoutedTokenizerManager):
         return reply.status | {"weight_version": self.server_args.weight_version}
 
     async def pat_wait_until_idle(self) -> None:
-        """Until the coordinator has heard that all requests have ended: then it has heard of their steps, too, and the
-        next batch is spread evenly.  All requests are answered.
+        """Wait, when all requests are answered, until the coordinator has heard that they have ended: then it has
+        heard of their steps, too, and the next batch is spread evenly.
 
         Raises:
             RuntimeError: it still knows some after a minute.
@@ -118,7 +118,7 @@ class AdaptiveTokenizerManager(RoutedTokenizerManager):
             await asyncio.sleep(POLL_SECONDS)
 
     async def pat_reconfigure(self, tp: int, dry_run: bool = False) -> dict[str, Any]:
-        """As ``Engine.reconfigure``.
+        """Reconfigure as ``Engine.reconfigure`` does.
 
         Raises:
             ReconfigureError: not a candidate (400), a switch is under way (409), aborted (500).
@@ -131,7 +131,7 @@ class AdaptiveTokenizerManager(RoutedTokenizerManager):
     async def pat_lend_ranks(
         self, stride: int, client: str = messages.CLIENT, lease_seconds: float | None = None
     ) -> dict[str, Any]:
-        """As ``Engine.lend_ranks``; 1: as ``Engine.take_back_ranks``.
+        """Lend ranks as ``Engine.lend_ranks`` does; stride 1: take them back as ``Engine.take_back_ranks`` does.
 
         Without ``lease_seconds`` the lease does not end: the client is this process, with which the engine ends.
 
@@ -144,7 +144,7 @@ class AdaptiveTokenizerManager(RoutedTokenizerManager):
         return reply.record or {}
 
     async def pat_decide_lending(self, training: Training, client: str = messages.CLIENT) -> dict[str, Any]:
-        """As ``Engine.decide_lending``."""
+        """Decide as ``Engine.decide_lending`` does, and renew the client's lease."""
         return (await self._pat_ask(messages.LendingQuery, training=training, client=client)).record or {}
 
     async def pat_get_trace(self) -> list[dict[str, Any]]:
@@ -165,7 +165,8 @@ class AdaptiveTokenizerManager(RoutedTokenizerManager):
         return msgspec.to_builtins((await self._pat_ask(messages.SetSchedule, entries=checked)).state)
 
     async def pat_get_schedule(self) -> dict[str, Any]:
-        """How the schedule went, when it is over or replaced (fields of :class:`~sglang_pat.messages.ScheduleState`).
+        """Record of how the schedule went, when it is over or replaced (fields of
+        :class:`~sglang_pat.messages.ScheduleState`).
 
         Raises as :meth:`pat_set_schedule`.
         """
@@ -183,11 +184,11 @@ class AdaptiveTokenizerManager(RoutedTokenizerManager):
             self.send_to_scheduler.send_pyobj(messages.SetSchedule(query_id=next(self._pat_ids), entries=[]))
 
     def pat_send_round(self, message: messages.BeginRound | messages.EndRound) -> None:
-        """A round of the requests sent from now on begins, or ends."""
+        """Tell the coordinator that a round of the requests sent from now on begins, or ends."""
         self.auto_create_handle_loop()
         self.send_to_scheduler.send_pyobj(message)
 
     def pat_inject_prefixes(self, prompts: list[list[int]]) -> None:
-        """Requests sent afterwards find ``prompts`` (token ids) in the radix cache of every replica."""
+        """Have requests sent afterwards find ``prompts`` (token ids) in the radix cache of every replica."""
         self.auto_create_handle_loop()
         self.send_to_scheduler.send_pyobj(messages.InjectPrefixes(prompts=prompts))

@@ -20,9 +20,9 @@ from sglang_pat.integrations.balance import MARGIN, Balancer
 logger = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 0.5
-"""Between two looks at the engines: a step of a rollout takes minutes, and our own count is exact in between."""
+"""Seconds between two looks at the engines: a rollout's step takes minutes, and our own count is exact in between."""
 ANSWER_SECONDS = 30
-"""An engine that does not answer for so long is given nothing new."""
+"""Seconds without an answer after which an engine is given nothing new."""
 
 
 class AdaptiveBalancer:
@@ -43,7 +43,7 @@ class AdaptiveBalancer:
         self._interval = interval
         self._handles: dict[str, Any] = {}
         self._told: set[str] = set()
-        """Engines whose load could not be read, which was said."""
+        """Names of the engines for which it was logged that their load could not be read."""
         self._watch: asyncio.Task | None = None
         self._add(servers)
 
@@ -125,7 +125,7 @@ class AdaptiveBalancer:
         self._balancer.report(name, report)
 
     def _warn_once(self, name: str, error: Exception) -> None:
-        """Once for each engine, which stays in use with what was last known of it."""
+        """Log an error, once for each engine; it stays in use with what was last known of it."""
         if name not in self._told:
             self._told.add(name)
             logger.error("load of engine %s not known, %s: %s", name, type(error).__name__, format_one_line(error))

@@ -1,4 +1,4 @@
-"""Between the trainer and its ranks: whether a chunk that is being trained is to end early.
+"""The bell between the trainer and its ranks, which tells whether a chunk that is being trained is to end early.
 
 Ray imports this module in the actor's process, so it imports nothing of verl: verl imports its plug-ins, which may
 import the module that would be waiting for it.

@@ -37,15 +37,15 @@ class AdaptiveClient(LLMServerClient):
 
 
 def _get_turns(kind: type[_Kind], request_id: str, name: str, prompt: int) -> _Kind:
-    """What there is of a response whose next turn comes after ``prompt`` tokens."""
-    found = _sessions.get((request_id, name))
-    if not isinstance(found, kind) or prompt <= found.prompt:  # another response
-        found = _sessions[request_id, name] = kind(prompt)
-    return found
+    """Field ``name`` of a response whose next turn comes after ``prompt`` tokens; a new one for a new response."""
+    turns = _sessions.get((request_id, name))
+    if not isinstance(turns, kind) or prompt <= turns.prompt:  # another response
+        turns = _sessions[request_id, name] = kind(prompt)
+    return turns
 
 
 class _PartClient(LLMServerClient):
-    """Notes each part: verl's client, which asks once for a part, keeps only the tokens of all."""
+    """verl's client, which asks once for a part, and notes each: verl's own keeps only the tokens of all."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
         part = await super().generate(*args, **kwargs)

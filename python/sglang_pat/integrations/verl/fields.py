@@ -1,4 +1,4 @@
-"""What a sample says of the tokens in it, in its extra fields.
+"""Names of a sample's extra fields, which describe the tokens in it, and the runs that are their values.
 
 The first two are runs: pairs of a token of the response and what holds from it on.  ``[(0, 1), (37, 2)]``: the first
 37 tokens come from a replica of TP degree 1, the others from one of degree 2.  None: tokens that no replica generated,
@@ -13,16 +13,16 @@ from typing import Any
 Runs = Sequence[tuple[int, int | None]]
 
 DEGREES = "tp_from_token"
-"""TP degree."""
+"""Field with the runs of TP degrees."""
 STEPS = "global_steps_from_token"
-"""verl's version of the weights: the step after which they were sent."""
+"""Field with the runs of verl's versions of the weights: the step after which they were sent."""
 STOPS = "stop_reasons"
-"""No runs: why each turn ended, in SGLang's words."""
+"""Field with the reason why each turn ended, in SGLang's words; a list, no runs."""
 MISSING = "reward_is_missing"
-"""No runs: true for a sample that has no reward, as the function failed; others do not have it."""
+"""Field that is true for a sample that has no reward, as the function failed; others do not have it."""
 STOPPED = "stopped"
-"""Such a reason: the engine was told that nobody waits for the response any more.  After another abort verl's client of
-asynchronous trainers goes on."""
+"""Reason of a turn that ended because the engine was told that nobody waits for the response any more.  After another
+abort verl's client of asynchronous trainers goes on."""
 
 
 def was_stopped(fields: Mapping[str, Any]) -> bool:
@@ -31,7 +31,7 @@ def was_stopped(fields: Mapping[str, Any]) -> bool:
 
 
 class StopReasons(list[str]):
-    """Why each turn of a response so far ended; ``prompt`` as of :class:`Turns`."""
+    """Reasons why each turn of a response so far ended; ``prompt`` as of :class:`Turns`."""
 
     def __init__(self, prompt: int = 0) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Turns(list[tuple[int, int | None]]):
     verl takes a sample's extra fields from its first turn.  So later turns are added to the list that is there.
 
     Args:
-        prompt: tokens before the response.
+        prompt: number of tokens before the response.
     """
 
     def __init__(self, prompt: int = 0) -> None:
@@ -53,7 +53,7 @@ class Turns(list[tuple[int, int | None]]):
         self.end = 0
 
     def add(self, start: int, tokens: int, runs: Runs) -> None:
-        """``tokens`` more, the first of which is token ``start`` of the response; ``runs`` count from it."""
+        """Add ``tokens`` tokens, the first of which is token ``start`` of the response; ``runs`` count from it."""
         while self and self[-1][0] >= start:  # the end of a turn may be cut off before its tool's answer
             self.pop()
         if start > self.end:
@@ -68,10 +68,10 @@ class Turns(list[tuple[int, int | None]]):
 
 def join_spans(parts: Iterable[tuple[int, Runs]]) -> Runs:
     """The runs of what was generated in parts: ``(tokens, runs)`` of each part."""
-    found = Turns()
+    turns = Turns()
     for tokens, runs in parts:
-        found.add(found.end, tokens, runs)
-    return tuple(found)
+        turns.add(turns.end, tokens, runs)
+    return tuple(turns)
 
 
 def expand_runs(runs: Runs, tokens: int) -> list[int | None]:

@@ -35,15 +35,15 @@ MESH = "actor"
 
 @dataclass
 class Sums:
-    """What one rank has added up in a step.
+    """Sums of one rank in a step.
 
     Attributes:
-        lengths: tokens of each sequence, prompts counted.
-        tokens: of responses, that count in the loss.
-        losses: of verl's metrics that are parts of the loss; each multiplied by the number of ranks, as verl has it.
-        weighted: of its other metrics, each multiplied by the tokens that it is the mean of.
-        seconds: spent in forward and backward passes.
-        rows: of the share of the last chunk that were trained on.
+        lengths: tokens of each sequence, prompt and response.
+        tokens: number of tokens of responses that count in the loss.
+        losses: verl's metrics that are parts of the loss; each multiplied by the number of ranks, as verl has it.
+        weighted: verl's other metrics, each multiplied by the tokens that it is the mean of.
+        seconds: time spent in forward and backward passes.
+        rows: indices of the samples of the last chunk's share that were trained on.
     """
 
     rows: list[int] = field(default_factory=list)
@@ -89,7 +89,7 @@ class SummingTrainer(TrainingWorker):
         self.engine.optimizer_zero_grad()
 
     def add_gradients(self, data: TensorDict | None) -> Sums:
-        """Forward and backward passes of this rank's share of a chunk.
+        """Do the forward and backward passes of this rank's share of a chunk.
 
         All ranks of a replica do equally many passes, because they put the weights together in each.  A rank with less
         to do adds passes whose gradient is 0.  If no rank of the replica has anything, there is none.
@@ -133,8 +133,8 @@ class SummingTrainer(TrainingWorker):
         """Divide the sums of all ranks, clip, update the weights, and set the next learning rate.
 
         Args:
-            sequences: how many the chunks of this step had, over all ranks.
-            divisor: of the sums; ``None``: the number of tokens that count in the loss.
+            sequences: number of sequences of this step's chunks, over all ranks.
+            divisor: number by which the sums are divided; ``None``: the number of tokens that count in the loss.
 
         Returns:
             ``metrics``, named as ``update_actor`` names them.
@@ -167,16 +167,17 @@ class SummingTrainer(TrainingWorker):
             {"metrics": metrics, "loss": [own.losses["loss"] / divisor]}, global_token_num=total.lengths,
             delta_time=own.seconds, forward_only=False, images_seqlens=None,
         )  # fmt: skip
-        found = tu.get(output, "metrics")
+        all_metrics = tu.get(output, "metrics")
         for name, value in total.losses.items():
             if name != "loss":
-                found[name] = value / len(parts) / divisor
+                all_metrics[name] = value / len(parts) / divisor
         for name, value in total.weighted.items():
-            found[name] = value / max(total.tokens, 1)
-        return tu.get_tensordict({}, {"metrics": found})
+            all_metrics[name] = value / max(total.tokens, 1)
+        return tu.get_tensordict({}, {"metrics": all_metrics})
 
     def _split(self, data: TensorDict) -> list[tuple[list[int], TensorDict]]:
-        """Into what one pass takes, by verl's settings; without verl's agreement over all ranks.  Also, their rows."""
+        """Split into micro-batches, each with the indices of its rows, by verl's settings; without verl's agreement of
+        all ranks on their number."""
         tu.maybe_fix_3d_position_ids(data)
         config = self.engine_config
         tu.assign_non_tensor(
@@ -191,7 +192,7 @@ class SummingTrainer(TrainingWorker):
         return [(rows.tolist(), tu.index_select_tensor_dict(data, rows)) for rows in parts]
 
     def _move_weights(self, device: str) -> None:
-        """And gradients, if they wait on the host.  verl's own way moves what the optimizer keeps, too."""
+        """Move weights and gradients, if they wait on the host.  verl's own way moves what the optimizer keeps, too."""
         if self.engine.is_param_offload_enabled:
             self.engine.to(device, model=True, optimizer=False, grad=True)
 
@@ -240,14 +241,14 @@ class SummingTrainer(TrainingWorker):
     def _compute_reference(self, micro_batch: TensorDict) -> torch.Tensor:
         """Log-probs of the reference policy, of prompts and responses (nested)."""
         assert self.reference is not None
-        given = micro_batch.clone(recurse=False)
-        tu.assign_non_tensor(given, calculate_entropy=False)
+        inputs = micro_batch.clone(recurse=False)
+        tu.assign_non_tensor(inputs, calculate_entropy=False)
         with torch.no_grad():
-            _, output = self.reference.engine.forward_step(given, loss_function=None, forward_only=True)
+            _, output = self.reference.engine.forward_step(inputs, loss_function=None, forward_only=True)
         return output["model_output"]["log_probs"]
 
     def _run_empty(self, with_reference: bool = False) -> None:
-        """A pass over two tokens that adds nothing."""
+        """Do a pass over two tokens that adds nothing."""
         tokens = torch.nested.nested_tensor([torch.tensor([0, 0])], layout=torch.jagged)
         places = torch.nested.nested_tensor([torch.tensor([0, 1])], layout=torch.jagged)
         row = TensorDict({"input_ids": tokens, "position_ids": places}, batch_size=1)
@@ -266,7 +267,7 @@ class SummingTrainer(TrainingWorker):
 
 
 def _dispatch_shares(worker_group: Any, shares: Sequence[Any]) -> Any:
-    """One for each data-parallel rank; verl's own way splits a batch into equal ones."""
+    """Give each data-parallel rank its share; verl's own way splits a batch into equal ones."""
     ranks = worker_group._dispatch_info.get(MESH)
     if ranks is None:
         ranks = worker_group._dispatch_info[MESH] = worker_group._query_dispatch_info(MESH)
@@ -280,13 +281,14 @@ def _collect_all(worker_group: Any, output: list[Any]) -> list[Any]:
 class SummingWorker(ActorRolloutRefWorker):
     """verl's hybrid worker, whose actor is a :class:`SummingTrainer`.
 
-    The trainer calls these of the worker group:
+    The trainer calls these methods of the worker group:
 
     - ``begin_step()``;
     - ``add_gradients(shares)``: a list, one share for each data-parallel rank, a ``KVBatchMeta``, a ``TensorDict`` or
       ``None``; comes back at once with a list of one future for each rank (:class:`Sums`).  Groups of responses need
       not stay on one rank: their advantages are known.  A replica whose ranks all have ``None`` does nothing;
-    - ``finish_step(sequences)``: of this step, over all shares; a list of ``metrics``, the same of each rank.
+    - ``finish_step(sequences)``: takes the number of this step's sequences over all shares; returns a list of
+      ``metrics``, equal for all ranks.
     """
 
     actor_worker_cls = SummingTrainer
@@ -307,7 +309,7 @@ class SummingWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def finish_step(self, sequences: int) -> TensorDict:
-        """Raises RuntimeError: more sequences than one update of verl's has."""
+        """Finish the step.  Raises RuntimeError for more sequences than one update of verl's has."""
         actor = self.config.actor
         most = actor.ppo_mini_batch_size * self.config.rollout.n
         if sequences > most:

@@ -22,9 +22,9 @@ from sglang_pat.integrations.verl.fields import MISSING
 from sglang_pat.rollout.missing import choose_rewarded
 
 METRIC = "reward/failed_masked"
-"""How many samples of a step were left out."""
+"""Metric: the number of samples of a step that were left out."""
 Reasons = tuple[set[str], set[str], set[str], Counter[float]]
-"""verl's, to evict groups: stale, equal and failed ones, and how often each equal reward is there."""
+"""verl's reasons to evict groups: uids of stale, equal and failed ones, and how often each equal reward is there."""
 
 
 def find_missing(keys: Sequence[str], partition: str) -> set[str]:
@@ -53,10 +53,10 @@ def choose_keys(keys: Iterable[str], missing: set[str]) -> set[str]:
 
 
 def leave_out(batch: KVBatchMeta, metrics: dict[str, Any], filler: int) -> KVBatchMeta:
-    """The batch without them; one row of which no token counts, if there is no other.
+    """The batch without samples whose reward is missing; one row of which no token counts, if there is no other.
 
     Args:
-        metrics: get :data:`METRIC`.
+        metrics: where :data:`METRIC` is set.
         filler: token of such a row.
     """
     kept = choose_keys(batch.keys, find_missing(batch.keys, batch.partition_id))
@@ -76,10 +76,10 @@ def leave_out(batch: KVBatchMeta, metrics: dict[str, Any], filler: int) -> KVBat
 
 
 def check_some_left(batches: Iterable[KVBatchMeta]) -> None:
-    """Hold that a whole update has something to train on.
+    """Raise unless a whole update has something to train on.
 
     Raises:
-        RuntimeError: nothing is; one line.
+        RuntimeError: it has nothing; one line.
     """
     if all(tag.get("is_padding") for batch in batches for tag in batch.tags):
         raise RuntimeError(

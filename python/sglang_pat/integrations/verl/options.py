@@ -1,4 +1,4 @@
-"""What a verl job says about this engine, about streaming and about tail batching: checked before anything is started.
+"""Options of a verl job for this engine, for streaming and for tail batching, checked before anything is started.
 
 A :class:`Rule` is one option of verl's, what it must be, and why.  The rules of an adaptive engine are :data:`ENGINE`,
 those of a step that is streamed :func:`list_stream_rules`, those of lent ranks :func:`list_lent_rules`, and those
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 NAME = "sglang_pat"
 """Value of ``rollout.name``."""
 WHERE = f"rollout.engine_kwargs.{NAME}"
-"""Where our settings are."""
+"""Option that holds our settings."""
 STREAM = "stream_layers"
-"""The one setting of a reward model's engine: how many of its layers stay in host memory."""
+"""Setting of a reward model's engine, its only one: how many of its layers stay in host memory."""
 SGLANG = "rollout.engine_kwargs.sglang"
-"""Where SGLang's own arguments stay, under either name."""
+"""Option that holds SGLang's own arguments, under either name."""
 PREFIX = f"{NAME}_"
 """The beginning of our trainer modes' names; verl's name of the mode follows, or that of one that streams."""
 TAIL_BATCHING = {"tail_batching", "eta_prompts", "max_deferrals", "unbiased"}
@@ -76,7 +76,7 @@ ENGINE = (
     Rule("rollout.quantization", (None,), _ENGINE_CANNOT),
     Rule("rollout.mtp.enable_rollout", (False, None), _ENGINE_CANNOT),
 )
-"""verl makes arguments of SGLang's, which are refused, of some of these."""
+"""Rules of an adaptive engine.  verl turns some of these options into arguments of SGLang's, which are refused."""
 
 _ACTOR, _REFERENCE, _ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"))
 _CORRECTION, _SAMPLER = "algorithm.rollout_correction", "trainer.v1.sampler"
@@ -124,8 +124,8 @@ def list_stream_rules(config: DictConfig, mode: str) -> list[Rule]:
     ]  # fmt: skip
     if mean == "seq-mean-token-sum-norm":
         why = f"with loss_agg_mode={mean} verl divides by the longest response of a micro-batch otherwise"
-        said = "a number, e.g. data.max_response_length,"
-        rules.append(Rule(f"{_ACTOR}.loss_scale_factor", lambda factor: factor is not None, why, said))
+        allowed = "a number, e.g. data.max_response_length,"
+        rules.append(Rule(f"{_ACTOR}.loss_scale_factor", lambda factor: factor is not None, why, allowed))
     if loss == "sapo":
         why = "verl's sapo is that mean, whatever is set"
         rules.append(Rule(aggregation, ("seq-mean-token-mean",), why, "seq-mean-token-mean for loss_mode=sapo"))
@@ -137,7 +137,7 @@ def list_stream_rules(config: DictConfig, mode: str) -> list[Rule]:
         unused = [field for field in fields if not field.name.startswith(("_", "enable_"))]
         rules += [
             Rule(f"{_ROLLOUT}.nnodes", lambda nodes: nodes > 0, why, "at least 1"),
-            Rule(backend, lambda given: given != "naive", to_others, "another one, e.g. nccl,"),
+            Rule(backend, lambda name: name != "naive", to_others, "another one, e.g. nccl,"),
             *(Rule(f"{hybrid}.{field.name}", (field.default, None), by_room, "left out") for field in unused),
         ]
     return rules
@@ -200,10 +200,10 @@ def check_stream(config: DictConfig, name: str, mode: str, lent: bool = False) -
 
 
 def read_tail_batching(config: DictConfig, where: str, mode: str) -> Rules | None:
-    """What a job asks of tail batching; None: it does not have it.
+    """Rules of a job's tail batching; None: it has none.
 
     Args:
-        where: the options of tail batching are, e.g. ``trainer.v1.sglang_pat_sync``.
+        where: option that holds those of tail batching, e.g. ``trainer.v1.sglang_pat_sync``.
         mode: verl's own name of the trainer mode.
 
     Raises:
@@ -234,7 +234,7 @@ def read_tail_batching(config: DictConfig, where: str, mode: str) -> Rules | Non
 
 
 def make_tail_batching_rules(given: Mapping[str, Any], where: str, **sizes: Any) -> Rules | None:
-    """The admitter's rules of these options; arguments and errors as of :func:`read_tail_batching`."""
+    """The admitter's rules by these options; arguments and errors as of :func:`read_tail_batching`."""
     if unknown := sorted(set(given) - TAIL_BATCHING):
         raise ValueError(f"{where} has no option {unknown[0]!r}; choose from {', '.join(sorted(TAIL_BATCHING))}")
     mode, modes = given.get("tail_batching"), ", ".join(TAIL_BATCHING_MODES)
@@ -266,21 +266,21 @@ def set_verls_mode(config: DictConfig, mode: str, own: str | None, streams: bool
 
     Args:
         mode: verl's own name.
-        own: where the options of tail batching are; None: this mode has none.
-        streams: with what streaming is, too: a batch, its update, the next batch.
+        own: option that holds those of tail batching; None: this mode has none.
+        streams: set what streaming needs, too: a batch, its update, the next batch.
 
     Raises:
         ValueError: options of another mode of ours are given; one line.
     """
     from omegaconf import open_dict
 
-    for name, given in config.trainer.v1.items():
-        if name.startswith(PREFIX) and f"trainer.v1.{name}" != own and given:
+    for name, values in config.trainer.v1.items():
+        if name.startswith(PREFIX) and f"trainer.v1.{name}" != own and values:
             why = f"those of this mode are in {own}" if own else (
                 "verl's own loop carries unfinished responses over there; tail batching is an option of "
                 f"{', '.join(TRAINER_MODES[:-1])} and {TRAINER_MODES[-1]}"
             )  # fmt: skip
-            raise ValueError(f"trainer.v1.{name} has no option {min(given)!r}, must be left out: {why}")
+            raise ValueError(f"trainer.v1.{name} has no option {min(values)!r}, must be left out: {why}")
     config = deepcopy(config)
     with open_dict(config.trainer.v1):
         config.trainer.v1.trainer_mode = mode
@@ -296,31 +296,31 @@ def get_own_settings(config: RolloutConfig) -> Mapping[str, Any] | None:
     Raises:
         ValueError: they are something else.
     """
-    given = (config.engine_kwargs or {}).get(NAME)
-    if given is not None and not isinstance(given, Mapping):
-        raise ValueError(f"{WHERE} is {given!r}, must be settings by name, e.g. {{base_tp: 1, policy: pat}}")
-    return given
+    own = (config.engine_kwargs or {}).get(NAME)
+    if own is not None and not isinstance(own, Mapping):
+        raise ValueError(f"{WHERE} is {own!r}, must be settings by name, e.g. {{base_tp: 1, policy: pat}}")
+    return own
 
 
 def is_adaptive(config: RolloutConfig, helper: bool) -> bool:
     """Whether a replica is an adaptive engine: its name says so, its settings, or the variable ``SGLANG_PAT``.
 
     Args:
-        config: of the replica's rollout.
+        config: configuration of the replica's rollout.
         helper: it is a reward model or a teacher.  Such a one is always verl's own: the variable and the name, which a
             teacher takes over from the policy, are about the policy's engines.
 
     Raises:
-        ValueError: settings of the one kind for the other; one line.
+        ValueError: settings of the one kind of engine for the other; one line.
     """
-    given = get_own_settings(config)
-    settings_given = given is not None
-    if helper and settings_given and set(given) != {STREAM}:
+    own = get_own_settings(config)
+    settings_given = own is not None
+    if helper and settings_given and set(own) != {STREAM}:
         raise ValueError(
             f"{WHERE} is given for a reward model or a teacher, must be left out there, or only have {STREAM}: only "
             "the policy's engines are adaptive"
         )
-    if not helper and settings_given and STREAM in given:
+    if not helper and settings_given and STREAM in own:
         raise ValueError(
             f"{WHERE}.{STREAM} is for a reward model or a teacher, must be left out here: the policy's engines keep "
             "all layers on their GPUs"
@@ -330,7 +330,7 @@ def is_adaptive(config: RolloutConfig, helper: bool) -> bool:
 
 
 def read_stream_setting(config: RolloutConfig, model: str | None = None) -> str | None:
-    """What a reward model or a teacher has for :data:`STREAM`; None if nothing.
+    """Value that a reward model or a teacher has for :data:`STREAM`; None if it has none.
 
     Args:
         model: folder or name of its model, where it is known.
@@ -338,10 +338,10 @@ def read_stream_setting(config: RolloutConfig, model: str | None = None) -> str 
     Raises:
         ValueError: a wrong value, or a model that cannot be streamed; one line.
     """
-    given = get_own_settings(config)
-    if given is None:
+    own = get_own_settings(config)
+    if own is None:
         return None
-    value, where = str(given[STREAM]), f"{WHERE}.{STREAM}"
+    value, where = str(own[STREAM]), f"{WHERE}.{STREAM}"
     count = parse_count(value, where)
     if model is not None:
         check_model(model, count, where)
@@ -351,7 +351,7 @@ def read_stream_setting(config: RolloutConfig, model: str | None = None) -> str 
 def read_settings(config: RolloutConfig, replica: int | None = None) -> dict[str, Any]:
     """Our settings of this job: those of the variable ``SGLANG_PAT``, then those of the rollout's configuration.
 
-    ``replica``: those of the engine of this number (:func:`sglang_pat.settings.make_engine_settings`).
+    With ``replica`` they are those of the engine of this number (:func:`sglang_pat.settings.make_engine_settings`).
     """
     own = settings.read_environment() | dict(get_own_settings(config) or {})
     return own if replica is None else settings.make_engine_settings(own, replica)
@@ -361,9 +361,9 @@ def check(config: RolloutConfig, gpus_per_node: int | None = None, model: Any = 
     """Refuse, in one line, what this engine cannot do as a rollout of verl's.
 
     Args:
-        config: of the rollout.
-        gpus_per_node: of the job, where it is known.
-        model: verl's configuration of it, where it is known.
+        config: configuration of the rollout.
+        gpus_per_node: number of GPUs of each of the job's nodes, where it is known.
+        model: verl's configuration of the model, where it is known.
 
     Raises:
         ValueError: an unknown setting, a wrong value, degrees that do not fit the GPUs, a file that cannot be used, a
@@ -381,9 +381,9 @@ def check(config: RolloutConfig, gpus_per_node: int | None = None, model: Any = 
     if model is None:
         return
     if not get_value(model, "lora.merge"):
-        why, said = "an adaptive engine serves no adapters", "0 (or model.lora.merge true)"
+        why, allowed = "an adaptive engine serves no adapters", "0 (or model.lora.merge true)"
         names = "model.lora_rank", "model.lora.rank"
-        _check_rules({"model": model}, [Rule(name, lambda rank: not rank, why, said) for name in names])
+        _check_rules({"model": model}, [Rule(name, lambda rank: not rank, why, allowed) for name in names])
     job_settings.check_model(model.path, adaptive_config, "model.path")
     if get_value(config, "enable_rollout_routing_replay"):
         job_settings.check_routed_experts(model.path, "rollout.enable_rollout_routing_replay is true")
@@ -393,17 +393,17 @@ def _check_rules(config: Any, rules: Iterable[Rule], where: str = "", prefix: st
     """Raise ValueError, one line, for the first rule that does not hold.
 
     Args:
-        where: the setting that asks for it; empty: the engine does.
-        prefix: of the options in the message.
+        where: setting that asks for it; empty: the engine does.
+        prefix: beginning of the options' names in the message.
     """
-    for option, must_be, why, said in rules:
+    for option, must_be, why, allowed in rules:
         value = get_value(config, option)
         if must_be(value) if callable(must_be) else value in must_be:
             continue
-        if not said and not callable(must_be):
-            said = " or ".join(_show(one) for one in must_be if one is not None or len(must_be) == 1)
+        if not allowed and not callable(must_be):
+            allowed = " or ".join(_show(one) for one in must_be if one is not None or len(must_be) == 1)
         raise ValueError(
-            f"{prefix}{option} is {_show(value)}, must be {said}{f' with {where}' if where else ''}: {why}"
+            f"{prefix}{option} is {_show(value)}, must be {allowed}{f' with {where}' if where else ''}: {why}"
         )
 
 

@@ -40,7 +40,8 @@ def register() -> None:
 
 
 def _load(load_stock: Callable[[], Callable[..., SGLangReplica]]) -> Callable[..., SGLangReplica]:
-    """verl looks a replica's class up by its name alone.  What else is asked for is known when one is made."""
+    """Load what makes a replica.  verl looks its class up by name alone; what else is asked for is known when one is
+    made."""
     stock = load_stock()  # it puts the stand-ins of vLLM's modules in place that verl's SGLang modules import
 
     def make(*args: Any, **named: Any) -> SGLangReplica:
@@ -72,8 +73,8 @@ def make_checked_adapter(config: Any, *args: Any, **kwargs: Any) -> ServerAdapte
     from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
     adapter = ServerAdapter(config, *args, **kwargs)
-    given = options.get_own_settings(adapter.config)
-    if given is not None and options.STREAM not in given:
+    own = options.get_own_settings(adapter.config)
+    if own is not None and options.STREAM not in own:
         options.check(adapter.config)
     return adapter
 

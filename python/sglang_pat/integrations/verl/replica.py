@@ -38,13 +38,13 @@ class AdaptiveServer(SGLangHttpServer):
     """The actor that holds the engine's main process."""
 
     _in_round = False
-    """One was announced, or something was asked of the engine, since the last one ended."""
+    """Whether a round was announced, or something was asked of the engine, since the last round ended."""
     _refuses = False
-    """Requests that come now are for another engine: those who sent them ask the balancer again."""
+    """Whether requests that come now are for another engine: their senders ask the balancer again."""
     _stops = False
-    """Nobody waits for a response of this round any more."""
+    """Whether nobody waits for a response of this round any more."""
     _routed = False
-    """Samples say which experts their tokens were routed to."""
+    """Whether samples say which experts their tokens were routed to."""
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         attach(options.read_settings(self.config, self.replica_rank), options.WHERE)
@@ -56,7 +56,8 @@ class AdaptiveServer(SGLangHttpServer):
         manager.generate_request = _keep_meta_info(manager.generate_request, self._routed)
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
-        """verl's; the sample's extra fields say which degree, and which step's weights, generated which tokens."""
+        """Generate as verl's server; the sample's extra fields say which degree, and which step's weights, generated
+        which tokens."""
         if self._refuses:
             return TokenOutput(token_ids=[], log_probs=[], stop_reason="aborted", extra_fields={})
         if self._stops:
@@ -91,14 +92,14 @@ class AdaptiveServer(SGLangHttpServer):
         await self.tokenizer_manager.pat_end_running()
 
     async def announce_round(self, message: BeginRound | EndRound, always: bool = False) -> None:
-        """A round begins, or ends; an engine that never sleeps has none, but with ``always``."""
+        """Tell the engine that a round begins, or ends; one that never sleeps has none without ``always``."""
         if always or self.rollout_mode == RolloutMode.HYBRID:
             self._in_round = isinstance(message, BeginRound)
             self._stops = self._stops and not self._in_round
             self.tokenizer_manager.pat_send_round(message)
 
     async def sleep(self) -> None:
-        """verl's.  It has its batch by then: what still runs belongs to an agent that has given it up."""
+        """Sleep as verl's server.  verl has its batch by then: what still runs is of an agent that has given it up."""
         await self._end_running()
         await self.announce_round(EndRound())
         await super().sleep()
@@ -112,7 +113,7 @@ class AdaptiveServer(SGLangHttpServer):
             job_log.warning("%d requests ran on while memory was to be released, and were aborted", ended)
 
     async def lend_ranks(self, stride: int) -> list[int]:
-        """The ranks that are lent now: none with stride 1, or if the switch was aborted."""
+        """Lend ranks; returns those that are lent now, none with stride 1 or if the switch was aborted."""
         from sglang_pat.server.tokenizer import ReconfigureError
 
         while True:
@@ -128,19 +129,19 @@ class AdaptiveServer(SGLangHttpServer):
 
     async def decide_lending(self, training: Training) -> Move:
         """The engine's answer of ``Engine.decide_lending``."""
-        said = await self.tokenizer_manager.pat_decide_lending(training)
-        if (move := Move(said["move"])) != Move.WAIT:
-            about = move, f"{training.completion:.0%}", said["why"], said["gain"]
-            job_log.info("lending ranks: %s, with %s of the batch complete: %s (gain %.2f s)", *about)
+        decision = await self.tokenizer_manager.pat_decide_lending(training)
+        if (move := Move(decision["move"])) != Move.WAIT:
+            figures = move, f"{training.completion:.0%}", decision["why"], decision["gain"]
+            job_log.info("lending ranks: %s, with %s of the batch complete: %s (gain %.2f s)", *figures)
         return move
 
     async def load(self) -> EngineReport:
-        """What a balancer of requests wants to know."""
+        """Report for a balancer of requests."""
         manager = self.tokenizer_manager
         return EngineReport.from_status(await manager.pat_status(), manager.server_args.max_running_requests)
 
     async def get_totals(self) -> Figures:
-        """What the engine did since its start."""
+        """Figures of what the engine did since its start."""
         return Figures.from_status(await self.tokenizer_manager.pat_status())
 
 
@@ -157,9 +158,9 @@ class PlainServer(SGLangHttpServer):
 
 
 def _keep_meta_info(generate_request: Any, routed: bool = False) -> Any:
-    """verl drops an answer's ``meta_info`` after it took what it knows; this keeps it for the one who asked.
+    """Keep an answer's ``meta_info`` for the one who asked: verl drops it after it took what it knows.
 
-    ``routed``: ask for routed experts, too.
+    With ``routed`` ask for routed experts, too.
 
     verl's ``generate`` asks for one response.  A client over HTTP may ask for several: their answer is a list.
     """
@@ -177,7 +178,7 @@ def _keep_meta_info(generate_request: Any, routed: bool = False) -> Any:
 
 
 class AdaptiveReplica(SGLangReplica):
-    """verl's handle of an engine; of ``tensor_model_parallel_size`` GPUs, all on one node."""
+    """verl's handle of an engine on ``tensor_model_parallel_size`` GPUs of one node."""
 
     def __init__(self, replica_rank: int, config: Any, model_config: Any, gpus_per_node: int = 8, **named: Any) -> None:
         super().__init__(replica_rank, config, model_config, gpus_per_node, **named)
@@ -189,7 +190,8 @@ class AdaptiveReplica(SGLangReplica):
         return max(super().max_concurrency, CALLS)
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """verl's; with ``reject_request``, which it ignores for SGLang, what comes later does not wait here either."""
+        """Abort as verl's replica; with ``reject_request``, which verl ignores for SGLang, what comes later does not
+        wait here either."""
         if reject_request:
             await self.servers[0].refuse_requests.remote(True)
         await super().abort_all_requests()

@@ -1,5 +1,5 @@
-"""In verl's agent workers, under any reward manager: the ledger hears that a response has ended when it has ended, a
-stopped one gets no reward, and a sample says of itself if its reward is missing.
+"""The end of a response in verl's agent workers, under any reward manager: the ledger hears of it at once, a stopped
+response gets no reward, and a sample says of itself if its reward is missing.
 
 verl's worker asks for the reward of each response, and writes the response when it has it.
 """
@@ -23,7 +23,7 @@ _compute_score = AgentLoopWorker._compute_score
 
 @functools.wraps(_compute_score)
 async def compute_score(self: AgentLoopWorker, outputs: list[AgentLoopOutput], kwargs: dict[str, Any]) -> None:
-    """verl's ``AgentLoopWorker._compute_score``."""
+    """Stand in for verl's ``AgentLoopWorker._compute_score``."""
     if not hasattr(self, _LEDGER):
         hears = rewards.is_used(self.config) or options.has_tail_batching(self.config)
         setattr(self, _LEDGER, reward_ledger.connect(rewards.read_limit_rules(self.config)) if hears else None)

@@ -1,4 +1,4 @@
-"""What the reward workers of a verl job share, with each other and with its trainer: one named Ray actor.
+"""The ledger that a verl job's reward workers share with each other and with its trainer: one named Ray actor.
 
 Its death costs a job nothing that it trains on.  Ray starts it anew, and it is empty then.  What was learnt of time
 limits comes back (:meth:`RewardLedger.restore_limits`): the trainer tells what it knew after the last step, and each
@@ -27,16 +27,16 @@ from sglang_pat.errors import format_one_line
 NAME = "sglang_pat_rewards"
 
 LARGEST = "/max"
-"""End of the names of figures of which not the sum is kept."""
+"""End of the names of figures of which the largest is kept, not the sum."""
 Prompt = tuple[int, str]
 """The step for which a prompt was started, and its uid, which it keeps when it is started again."""
 
 
 class RewardLedger:
-    """The actor.
+    """The ledger's actor.
 
     Attributes:
-        life: another one after each start.
+        life: random id, another one after each start.
     """
 
     def __init__(self, rules: LimitRules) -> None:
@@ -52,23 +52,24 @@ class RewardLedger:
     # -- responses -------------------------------------------------------------------------------------
 
     async def note_end(self, prompt: Prompt, session: int, tokens: int) -> None:
-        """A response has ended, and its reward is on its way."""
+        """Note that a response has ended, and its reward is on its way."""
         step, uid = prompt
         if step == self._ends_of:
             self._ends[uid][session] = tokens
 
     async def take_ends(self, step: int) -> dict[str, dict[int, int]]:
-        """Tokens of the step's responses that have ended since the last call, by uid and session.
+        """Number of tokens of each of the step's responses that have ended since the last call, by uid and session.
 
         Before the first call of a step none is kept.
         """
-        found, self._ends = dict(self._ends), defaultdict(dict)
+        ends, self._ends = dict(self._ends), defaultdict(dict)
         if step != self._ends_of:
-            found, self._ends_of = {}, step
-        return found
+            ends, self._ends_of = {}, step
+        return ends
 
     async def drop(self, prompts: Iterable[Prompt]) -> None:
-        """Nobody will train on the responses of these prompts, now that those of the call before have ended."""
+        """Have rewards of these prompts' responses cancelled: nobody will train on them.  They replace the prompts of
+        the last call, whose responses have ended."""
         async with self._news:
             self._dropped, self._drops = frozenset(prompts), self._drops + 1
             self._news.notify_all()
@@ -82,15 +83,15 @@ class RewardLedger:
     # -- figures ---------------------------------------------------------------------------------------
 
     async def add_figures(self, figures: Mapping[str, float]) -> None:
-        """Add those of one reward, or of more."""
+        """Add the figures of one reward, or of more."""
         add_figures(self._figures, figures)
 
     async def take_figures(self) -> dict[str, float]:
         """Figures of the step that ends now, :meth:`TimeLimits.take_metrics` among them; the next one begins."""
-        found, self._figures = self._figures, {}
+        figures, self._figures = self._figures, {}
         cases = self._limits.take_metrics()
         known = {"cases", "rerun"} & cases.keys()  # a job without programs has none
-        return found | ({f"cases/{name}": value for name, value in cases.items()} if known else {})
+        return figures | ({f"cases/{name}": value for name, value in cases.items()} if known else {})
 
     # -- time limits of test cases -----------------------------------------------------------------------
 
@@ -99,16 +100,16 @@ class RewardLedger:
         return self.life, self._limits.get_limits(keys)
 
     async def record_runs(self, runs: Sequence[CaseRun]) -> list[bool]:
-        """Whether each has to be run again (:meth:`TimeLimits.record`)."""
+        """Record runs; returns whether each has to be run again (:meth:`TimeLimits.record`)."""
         return self._limits.record(runs)
 
     async def restore_limits(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Know what somebody else knows (:meth:`TimeLimits.merge`); returns all that is known now."""
+        """Merge what somebody else knows (:meth:`TimeLimits.merge`); returns all that is known now."""
         self._limits.merge(state)
         return self._limits.state_dict()
 
     async def get_limits_state(self) -> tuple[str, dict[str, Any]]:
-        """:attr:`life`, and what a checkpoint keeps."""
+        """:attr:`life`, and the state of the time limits, which a checkpoint keeps."""
         return self.life, self._limits.state_dict()
 
 
@@ -126,10 +127,10 @@ def connect(rules: LimitRules) -> ActorHandle:
 
 
 class TrainerLedger:
-    """The trainer's side of it.
+    """The trainer's side of the ledger.
 
     Args:
-        rules: of the time limits.
+        rules: rules of the time limits.
     """
 
     def __init__(self, rules: LimitRules) -> None:
@@ -142,11 +143,11 @@ class TrainerLedger:
         """Whether figures of this step were lost."""
 
     def take_ends(self, step: int) -> dict[str, dict[int, int]]:
-        """:meth:`RewardLedger.take_ends`"""
+        """Call :meth:`RewardLedger.take_ends`."""
         return ray.get(self._actor.take_ends.remote(step))
 
     def drop(self, step: int, uids: Iterable[str]) -> None:
-        """:meth:`RewardLedger.drop`, of prompts that were started for one step."""
+        """Call :meth:`RewardLedger.drop` for prompts that were started for one step."""
         ray.get(self._actor.drop.remote([(step, uid) for uid in uids]))
 
     def take_metrics(self) -> dict[str, float]:
@@ -174,7 +175,7 @@ class TrainerLedger:
         self._get_state()  # the first reward of the job has these limits already
 
     def _get_state(self) -> dict[str, Any]:
-        """What is known of time limits.  An actor that is another one than the last time is told first."""
+        """State of the time limits.  An actor that is another one than the last time is told first."""
         life, state = ray.get(self._actor.get_limits_state.remote())
         self._incomplete |= self._life not in ("", life)
         if life != self._life and self._known:
@@ -184,12 +185,13 @@ class TrainerLedger:
 
 
 def make_metrics(figures: Mapping[str, float]) -> dict[str, float]:
-    """``reward/...`` of a step's sums; times are the mean of a reward, but for the longest."""
-    found = {name: figures.get(name, 0.0) for name in ("responses", "stopped", *(f"failed/{kind}" for kind in Failure))}
-    scored = max(1.0, found["responses"])
+    """Metrics ``reward/...`` of a step's sums; times are the mean over rewards, but for the longest."""
+    names = "responses", "stopped", *(f"failed/{kind}" for kind in Failure)
+    metrics = {name: figures.get(name, 0.0) for name in names}
+    scored = max(1.0, metrics["responses"])
     for name, value in figures.items():
         if name.startswith("seconds/"):
-            found[name] = value if name.endswith(LARGEST) else value / scored
-        elif name not in found:
-            found[name] = value
-    return {f"reward/{name}": value for name, value in found.items()}
+            metrics[name] = value if name.endswith(LARGEST) else value / scored
+        elif name not in metrics:
+            metrics[name] = value
+    return {f"reward/{name}": value for name, value in metrics.items()}

@@ -21,7 +21,7 @@ from sglang_pat.errors import format_one_line
 SOURCES = frozenset(("apps", "codecontests", "codeforces", "taco"))
 """Sources of data for which verl's function runs programs."""
 SPARE_SECONDS = 30.0
-"""Seconds of a response beyond the limits of its test cases: to start the sandbox, on a busy machine."""
+"""Seconds that a response has beyond the limits of its test cases, to start the sandbox on a busy machine."""
 LOWEST_PRIORITY = 19
 
 
@@ -29,9 +29,9 @@ class ProgramScorer:
     """The scorer of programs in each of verl's reward workers.
 
     Args:
-        rules: of the time limits.
-        all_or_nothing: a response is worth 1 or 0, else the share of the test cases that are right.
-        ledger: which has the limits (:class:`~.reward_ledger.RewardLedger`).
+        rules: rules of the time limits.
+        all_or_nothing: whether a response is worth 1 or 0, else the share of the test cases that are right.
+        ledger: actor that has the limits (:class:`~.reward_ledger.RewardLedger`).
         pool: arguments of :class:`RewardPool`.
     """
 
@@ -40,7 +40,7 @@ class ProgramScorer:
     ) -> None:
         self._ledger, self._maximum, self._failed_reward = ledger, rules.maximum, pool["failed_reward"]
         self._told = TimeLimits(rules)
-        """What this worker has told the ledger since the job's start."""
+        """Time limits as this worker has told the ledger since the job's start."""
         self._life = ""
         self._fixed = {"sandbox": sandbox, "maximum": rules.maximum}
         self._pool = RewardPool(functools.partial(_score, all_or_nothing=all_or_nothing), **pool)
@@ -50,7 +50,7 @@ class ProgramScorer:
         self._reruns: set[asyncio.Task[None]] = set()
 
     async def score(self, response: str, ground_truth: Any) -> Reward:
-        """What a response's program is worth."""
+        """Reward of a response's program."""
         try:
             keys = programs.get_keys(ground_truth)
         except ValueError as error:

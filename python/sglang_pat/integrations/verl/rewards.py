@@ -35,7 +35,7 @@ from sglang_pat.integrations.verl.reward_programs import SOURCES, ProgramScorer
 logger = logging.getLogger(__name__)
 
 WHERE = f"reward.{NAME}"
-"""Where our settings are."""
+"""Option that holds our settings."""
 POOL = {"limit": 30.0, "failed_reward": 0.0, "processes": None, "extra": 32, "memory": 4 << 30, "start": STARTS[0]}
 """Settings of :class:`RewardPool`, and their defaults; ``processes`` of each of verl's reward workers: its share of the
 machine's cores."""
@@ -44,12 +44,12 @@ OTHERS = ("sandbox", "time_limits", "all_or_nothing")
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSettings:
-    """What a job says about its rewards.
+    """Settings of a job's rewards.
 
     Attributes:
         pool: arguments of :class:`RewardPool`.
-        rules: of a program's time limits.
-        sandbox: as :func:`make_sandbox` takes it.
+        rules: rules of a program's time limits.
+        sandbox: setting of the sandbox, as :func:`make_sandbox` takes it.
         all_or_nothing: whether a program that is wrong in one case is worth nothing; verl's function gives the share.
     """
 
@@ -71,14 +71,14 @@ def read_settings(config: DictConfig) -> RewardSettings:
     Raises:
         ValueError: an unknown setting, or a value that cannot be; one line.
     """
-    found = OmegaConf.to_container(config.reward, resolve=True)
-    given = _read_mapping(found.get(NAME) if isinstance(found, Mapping) else None, WHERE, "{limit: 30}")
-    _refuse_unknown(given, [*POOL, *OTHERS], WHERE)
-    pool = POOL | {name: value for name, value in given.items() if name in POOL}
+    reward = OmegaConf.to_container(config.reward, resolve=True)
+    own = _read_mapping(reward.get(NAME) if isinstance(reward, Mapping) else None, WHERE, "{limit: 30}")
+    _refuse_unknown(own, [*POOL, *OTHERS], WHERE)
+    pool = POOL | {name: value for name, value in own.items() if name in POOL}
     if pool["processes"] is None:
         pool["processes"] = max(1, len(os.sched_getaffinity(0)) // config.reward.num_workers)
     _refuse_words({name: value for name, value in pool.items() if name != "start"}, WHERE)
-    limits = _read_mapping(given.get("time_limits"), f"{WHERE}.time_limits", "{maximum: 30}")
+    limits = _read_mapping(own.get("time_limits"), f"{WHERE}.time_limits", "{maximum: 30}")
     _refuse_unknown(limits, LimitRules.__dataclass_fields__, f"{WHERE}.time_limits")
     _refuse_words(limits, f"{WHERE}.time_limits")
     try:
@@ -86,9 +86,9 @@ def read_settings(config: DictConfig) -> RewardSettings:
         rules = LimitRules(**limits)
     except ValueError as error:
         raise ValueError(f"{WHERE}: {error}") from None
-    if not isinstance(all_or_nothing := given.get("all_or_nothing", False), bool):
+    if not isinstance(all_or_nothing := own.get("all_or_nothing", False), bool):
         raise ValueError(f"{WHERE}.all_or_nothing is {all_or_nothing!r}, must be true or false")
-    return RewardSettings(pool=pool, rules=rules, sandbox=given.get("sandbox"), all_or_nothing=all_or_nothing)
+    return RewardSettings(pool=pool, rules=rules, sandbox=own.get("sandbox"), all_or_nothing=all_or_nothing)
 
 
 def read_limit_rules(config: DictConfig) -> LimitRules:
@@ -153,7 +153,7 @@ class PooledRewardManager(NaiveRewardManager):
         self._ledger = reward_ledger.connect(self._settings.rules)
         self._pool = RewardPool(self._make_function(), **self._settings.pool)
         self._programs: ProgramScorer | None = None
-        """Made with the first program."""
+        """Scorer of programs; made with the first one."""
         # What verl's manager calls, and with what.
         self.compute_score, self.is_async_reward_score, self.reward_router_address = self._compute, True, None
         self._watch: asyncio.Task[None] | None = None
@@ -163,7 +163,7 @@ class PooledRewardManager(NaiveRewardManager):
         self._failed: WeakSet[asyncio.Task[dict]] = WeakSet()
         """Tasks whose function gave no reward."""
         self._names = {metric} if (metric := get_filter_metric(config)) else set[str]()
-        """Names of the numbers that the function returns beside the score: verl asks for the same of all samples."""
+        """Names of the numbers that the function returns beside the score: verl wants all samples to have them."""
         self._told: set[Failure] = set()
 
     def _make_function(self) -> Callable[..., Any]:
@@ -187,10 +187,10 @@ class PooledRewardManager(NaiveRewardManager):
         task = asyncio.create_task(super().run_single(data))
         self._running[prompt].add(task)
         try:
-            found = await task
+            reward = await task
             if task in self._failed:
-                found["reward_extra_info"][MISSING] = True
-            return found
+                reward["reward_extra_info"][MISSING] = True
+            return reward
         except asyncio.CancelledError:
             if prompt not in self._dropped:
                 raise
@@ -201,7 +201,7 @@ class PooledRewardManager(NaiveRewardManager):
                 del self._running[prompt]
 
     async def _compute(self, **arguments: Any) -> Mapping[str, Any] | float:
-        """In place of the reward function."""
+        """Stand in for the reward function: compute its result in a process or in the sandbox."""
         if runs_programs(self.config, [arguments["data_source"]]):
             reward = await self._score_program(arguments)
         else:
@@ -219,9 +219,9 @@ class PooledRewardManager(NaiveRewardManager):
 
     async def _score_program(self, arguments: Mapping[str, Any]) -> Reward:
         if self._programs is None:
-            known = self._settings
-            sandbox = make_sandbox(known.sandbox, f"{WHERE}.sandbox")
-            self._programs = ProgramScorer(sandbox, known.rules, known.all_or_nothing, self._ledger, known.pool)
+            own = self._settings
+            sandbox = make_sandbox(own.sandbox, f"{WHERE}.sandbox")
+            self._programs = ProgramScorer(sandbox, own.rules, own.all_or_nothing, self._ledger, own.pool)
         reward = await self._programs.score(arguments["solution_str"], arguments["ground_truth"])
         self._add_figures("sandbox", reward)
         return replace(reward, info={})  # as verl's function, which gives the score alone

@@ -46,9 +46,9 @@ def list_replicas(ranks: int, size: int, engine: int) -> list[list[int]]:
     """The trainer's ranks, one list a replica, such that a replica has lent ranks of one engine only, or none.
 
     Args:
-        ranks: of the trainer.
-        size: ranks of a replica.
-        engine: ranks of an engine; every second one may be lent.
+        ranks: number of the trainer's ranks.
+        size: number of a replica's ranks.
+        engine: number of an engine's ranks; every second one may be lent.
     """
     replicas = engine // size
     return [
@@ -57,8 +57,8 @@ def list_replicas(ranks: int, size: int, engine: int) -> list[list[int]]:
 
 
 class LentWorker(SummingWorker):
-    """Its replicas are strided.  Each does what a chunk needs without the others: the pass of the reference policy,
-    and an early end."""
+    """A worker whose replicas are strided.  Each does what a chunk needs without the others: the pass of the reference
+    policy, and an early end."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -74,7 +74,7 @@ class LentWorker(SummingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def listen(self, bell: ActorHandle) -> None:
-        """From now on a chunk ends early when the bell was rung."""
+        """Have chunks end early from now on when the bell was rung."""
         self.actor.is_interrupted = lambda: ray.get(bell.is_rung.remote())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -95,13 +95,13 @@ class LentRanks:
         self._trainer = trainer
         self._pace = TrainingPace()
         self._lent: dict[int, list[int]] = {}
-        """Ranks that an engine has lent; none: it lends no more in this step."""
+        """Ranks that an engine has lent, by the engine's number; none: it lends no more in this step."""
         self._asked_at = 0  # groups were complete when engines that have lent nothing were last asked
         self.generates = False  # the engines are awake
         self._rung = False
 
     def listen(self) -> None:
-        """From now on the trainer's ranks hear the bell."""
+        """Have the trainer's ranks hear the bell from now on."""
         self.bell = ray.remote(self._trainer.bell_class).options(num_cpus=0).remote()
         self._trainer.actor_rollout_wg.listen(self.bell)
 
@@ -111,7 +111,7 @@ class LentRanks:
         self._pace.begin_step(time.monotonic())
 
     def follow(self, step: StreamStep, groups: set[str], is_training: bool) -> None:
-        """Ranks are lent and taken back, and the engines sleep.  Ranks that are training are interrupted for it."""
+        """Lend ranks, take them back, have the engines sleep.  Ranks that are training are interrupted for it."""
         if not self.generates:
             return
         complete, over = step.count_complete(groups), len(groups) >= step.left or step.is_generated()
@@ -126,11 +126,11 @@ class LentRanks:
             self._make_moves(moves, complete / step.batch)
 
     def ask_policy(self, step: StreamStep, complete: int, groups: set[str]) -> dict[int, Move]:
-        """What each engine is to do now.
+        """Ask what each engine is to do now.
 
         Args:
-            complete: groups of the batch.
-            groups: those of them that were not trained on.
+            complete: number of the batch's complete groups.
+            groups: uids of those that were not trained on.
         """
         engines, is_new = self._trainer.engines.list_actors(), complete != self._asked_at
         self._asked_at = complete
@@ -143,7 +143,7 @@ class LentRanks:
         return dict(zip(asked, moves, strict=True))
 
     def _describe_training(self, step: StreamStep, complete: int, groups: set[str], engines: int) -> Training:
-        """An engine's part: it lends for as much of the batch as the others."""
+        """The state of training for one engine: it lends for as much of the batch as the others."""
         n, buffer = self._trainer.config.actor_rollout_ref.rollout.n, step.buffer
         measured = self._pace.describe(time.monotonic())
         measured["seconds_per_token"] *= engines
@@ -228,7 +228,7 @@ class AdaptiveStreamLent(AdaptiveTrainer, PPOTrainerColocateAsync):
         return self.stream.run(metrics, timing_raw)
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
-        """verl's own is a whole batch."""
+        """The number of ranks, of which a chunk is a multiple; verl's own is a whole batch."""
         return dp_size
 
     def on_step_end(self) -> None:

@@ -44,13 +44,13 @@ from sglang_pat.policies.lengths import LengthHistory
 
 MODE = f"{options.PREFIX}stream"
 CHUNK = 0.2
-"""A chunk has at least this share of the groups that are left."""
+"""Least share of a chunk in the groups that are left."""
 LEFT_AT = "training/stream/switched_at"
 """Metric: the share of the groups that was complete when GPUs left the round."""
 
 
 class Gpus(Protocol):
-    """Who has the trainer's GPUs.
+    """Rule of who has the trainer's GPUs.
 
     Attributes:
         ranks: data-parallel ranks of the trainer that can train now; none, while all of them generate.
@@ -63,20 +63,20 @@ class Gpus(Protocol):
     left_at: float | None
 
     def begin_step(self) -> None:
-        """Before the step's prompts are started."""
+        """Called before the step's prompts are started."""
 
     def follow(self, step: StreamStep, groups: set[str], is_training: bool) -> None:
-        """After a look at the round: who has the GPUs may change, but for ranks that are training.
+        """Called after a look at the round: who has the GPUs may change, but for ranks that are training.
 
         Args:
-            groups: those that are complete and were not taken for a chunk.
+            groups: uids of groups that are complete and were not taken for a chunk.
         """
 
     def begin_chunk(self) -> None:
-        """Before ranks begin to compute gradients."""
+        """Called before ranks begin to compute gradients."""
 
     def note_chunk(self, chunk: KVBatchMeta, seconds: float, ranks: Sequence[int]) -> None:
-        """After a chunk, which began on these ranks."""
+        """Called after a chunk, which began on these ranks."""
 
 
 class StreamStep:
@@ -86,11 +86,11 @@ class StreamStep:
     groups and while ranks compute gradients.
 
     Args:
-        trainer: whose step it is; what is called of it is verl's.
-        gpus: who has its GPUs.
+        trainer: trainer whose step it is; what is called of it is verl's.
+        gpus: rule of who has its GPUs.
 
     Attributes:
-        left: groups that the batch has beside those that were taken for chunks.
+        left: number of groups that the batch has beside those that were taken for chunks.
     """
 
     def __init__(self, trainer: AdaptiveTrainer, gpus: Gpus) -> None:
@@ -99,11 +99,11 @@ class StreamStep:
         self._evicted: dict[str, Any] = {}
         """verl's figures of the groups that were replaced."""
         self._lacked_at = 0.0
-        """When groups of the batch were last seen to be under way, by the performance counter."""
+        """Time when groups of the batch were last seen to be under way, by the performance counter."""
         gpus.begin_step()
 
     def run(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
-        """verl's ``PPOTrainer.step``: one update of the weights, of a batch in chunks of complete groups."""
+        """Run the step, as verl's ``PPOTrainer.step``: one update of the weights, by chunks of complete groups."""
         trainer, chunks, hidden, exposed = self.trainer, list[KVBatchMeta](), 0.0, 0.0
         aggregator = MetricsAggregator()
         (sums := aggregator.aggregation_rules["sum"]).append(missing_rewards.METRIC)
@@ -153,11 +153,11 @@ class StreamStep:
     # -- the round ---------------------------------------------------------------------------------------
 
     def wait_for_groups(self) -> int:
-        """Wait until a chunk is complete and there are ranks to train it; how many groups it has."""
+        """Wait until a chunk is complete and there are ranks to train it; returns the number of its groups."""
         return min(self.follow_round(count_least(self.left)), self.left)
 
     def follow_round(self, least: int = 0) -> int:
-        """Wait until at least so many groups are complete and there are ranks that can train; how many groups are."""
+        """Wait until ``least`` groups are complete and there are ranks that can train; returns how many are."""
         last = time.time()
         while (groups := len(self.look())) < least or not self.gpus.ranks:
             last = self.buffer._wait_for_next_poll("train", last)
@@ -177,7 +177,7 @@ class StreamStep:
         return groups
 
     def count_complete(self, groups: set[str]) -> int:
-        """Groups of the batch that the trainer has had, or could have: those that are complete are given."""
+        """Number of the batch's groups that the trainer has had, or could have: the latter are ``groups``."""
         return self.batch - self.left + len(groups)
 
     def is_generated(self) -> bool:
@@ -187,7 +187,7 @@ class StreamStep:
     # -- a chunk -----------------------------------------------------------------------------------------
 
     def train_chunk(self, groups: int, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
-        """verl's ``PPOTrainer._step_once`` of some groups, with their gradients in place of an update."""
+        """Train on some groups, as verl's ``PPOTrainer._step_once``, with their gradients in place of an update."""
         trainer, config = self.trainer, self.trainer.config
         with marked_timer("gen", timing_raw, color="red"):
             batch, evicted = self.buffer.sample(
@@ -215,7 +215,8 @@ class StreamStep:
         return batch
 
     def _fit_passes(self, batch: KVBatchMeta) -> KVBatchMeta:
-        """verl's passes without gradients want whole micro-batches; what is set here lasts for one of them."""
+        """Set a size of micro-batches that divides a rank's part, as verl's passes without gradients want it; it lasts
+        for one pass."""
         passes = self.trainer.config.actor_rollout_ref.rollout, self.trainer.config.actor_rollout_ref.ref
         if sizes := [size for one in passes if (size := one.log_prob_micro_batch_size_per_gpu) is not None]:
             world_size = self.trainer.actor_rollout_wg.world_size
@@ -223,25 +224,25 @@ class StreamStep:
         return batch
 
     def add_gradients(self, batch: KVBatchMeta) -> None:
-        """Add up those of a balanced batch.  What interrupted ranks have left is for those that can train then."""
+        """Add up the gradients of a balanced batch.  Ranks that can train then do what interrupted ones have left."""
         rest = batch
-        while left := self.try_gradients(rest):
+        while keys := self.try_gradients(rest):
             self.follow_round()
-            rest = _deal(rest, left, len(self.gpus.ranks))
+            rest = _deal(rest, keys, len(self.gpus.ranks))
 
     def try_gradients(self, batch: KVBatchMeta) -> set[str]:
-        """Add up those of a balanced batch; keys of what was not trained on, since the ranks were interrupted."""
+        """Add up the gradients of a balanced batch; returns the keys of samples that interrupted ranks have left."""
         shares = self.divide(batch)
         self.gpus.begin_chunk()
         futures = self.trainer.actor_rollout_wg.add_gradients(shares)
         while len(ray.wait(futures, num_returns=len(futures), timeout=self.buffer.poll_interval)[0]) < len(futures):
             self.look(is_training=True)
-        given = {key for share in shares if share for key in share.keys}
+        keys = {key for share in shares if share for key in share.keys}
         added = zip(shares, ray.get(futures), strict=True)
-        return given - {share.keys[row] for share, sums in added if share for row in sums.rows}
+        return keys - {share.keys[row] for share, sums in added if share for row in sums.rows}
 
     def divide(self, batch: KVBatchMeta) -> list[KVBatchMeta | None]:
-        """A balanced batch by data-parallel ranks, without what verl has filled it up with."""
+        """Shares of a balanced batch, by data-parallel rank, without what verl has filled it up with."""
         size = -(-len(batch) // len(self.gpus.ranks))
         shares: list[KVBatchMeta | None] = [None] * self.trainer.actor_rollout_wg.world_size
         for first, rank in zip(range(0, len(batch), size), self.gpus.ranks, strict=False):
@@ -311,8 +312,11 @@ class TrainerGpus:
 
 @register_trainer(MODE)
 class AdaptiveStream(AdaptiveTrainer, PPOTrainerSeparateAsync):
-    """With ``trainer.v1.separate_async.hybrid_rollout.enable_switch`` the trainer's GPUs generate, too, until they are
-    to train.  They are handed over as whole replicas, and their requests go on elsewhere, from their tokens."""
+    """verl's ``separate_async``, which streams.
+
+    With ``trainer.v1.separate_async.hybrid_rollout.enable_switch`` the trainer's GPUs generate, too, until they are to
+    train.  They are handed over as whole replicas, and their requests go on elsewhere, from their tokens.
+    """
 
     mode, tail_batching_at = "separate_async", f"trainer.v1.{MODE}"
     announces_steps = streams = True
@@ -344,7 +348,7 @@ class AdaptiveStream(AdaptiveTrainer, PPOTrainerSeparateAsync):
         return {}
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
-        """verl's own is a whole batch."""
+        """The number of ranks, of which a chunk is a multiple; verl's own is a whole batch."""
         return dp_size
 
     def on_step_end(self) -> None:
@@ -356,7 +360,7 @@ class AdaptiveStream(AdaptiveTrainer, PPOTrainerSeparateAsync):
 
 
 def count_least(left: int) -> int:
-    """Groups of a chunk at least, of those that are left: each chunk costs something, and the last ones are to be
+    """Least number of a chunk's groups, of those that are left: each chunk costs something, and the last ones are to be
     small, because nothing hides them."""
     return max(1, int(CHUNK * left))
 
@@ -367,7 +371,7 @@ def list_samples(batch: KVBatchMeta) -> list[dict[str, Any]]:
 
 
 def sum_tokens(tags: Iterable[Mapping[str, Any]]) -> int:
-    """Tokens of prompts and responses, by verl's tags."""
+    """Number of tokens of prompts and responses, by verl's tags."""
     return sum(tag["prompt_len"] + tag["response_len"] for tag in tags)
 
 
@@ -386,10 +390,10 @@ def _deal(batch: KVBatchMeta, keys: set[str], ranks: int) -> KVBatchMeta:
 
 
 def check_samples(batch: KVBatchMeta, version: int) -> None:
-    """Hold that these weights, and no others, generated each token of a batch, and that no response was cut.
+    """Raise unless these weights, and no others, generated each token of a batch, and that no response was cut.
 
     Args:
-        version: verl's, the step after which they were sent.
+        version: verl's version of the weights, the step after which they were sent.
 
     Raises:
         RuntimeError: it is not so; one line.

@@ -45,13 +45,13 @@ class TailBatching:
     """Tail batching of a job: its buffer, and what that asks of the trainer.
 
     Args:
-        rules: of the admitter.
-        announce: tells the engines of a step.
-        stop: ends all that the engines generate; None: verl's way.  With it the trainer streams: it gets the groups of
-            a step as they are taken.
+        rules: rules of the admitter.
+        announce: function that tells the engines of a step.
+        stop: function that ends all that the engines generate; None: verl's way.  With it the trainer streams: it gets
+            the groups of a step as they are taken.
 
     Attributes:
-        ledger: says which responses have ended; it is there from the trainer's setup on.
+        ledger: ledger that says which responses have ended; it is there from the trainer's setup on.
     """
 
     ledger: TrainerLedger
@@ -96,19 +96,19 @@ class TailBatching:
 class TailBatchingBuffer(ReplayBuffer):
     """verl's replay buffer, which waits for the prompts that the admitter takes.
 
-    Which groups are of use says verl's own filter (``filter_groups_metric``, ``sync_refill_failed_groups``).  Their
+    verl's own filter says which groups are of use (``filter_groups_metric``, ``sync_refill_failed_groups``).  Their
     rewards are there when all their responses are: verl's workers write a response with its reward.
 
     Args:
-        limit: tokens of a response at most.
-        submit, stop: start prompts, and stop all that runs; ``announce``: tell the engines of a step.
-        most_batches: batches of groups to judge in a step at most (verl's ``max_num_gen_batches``); 0: any number.
-        take_ends: tokens of responses that have ended, by uid and session, before verl has their rewards; those it
-            does not tell of have ended when verl has written them.
-        drop: tell of prompts that nobody will train on.
+        limit: most tokens of a response.
+        submit, stop, announce: functions that start prompts, stop all that runs, and tell the engines of a step.
+        most_batches: most batches of groups to judge in a step (verl's ``max_num_gen_batches``); 0: any number.
+        take_ends: function that returns tokens of responses that have ended, by uid and session, before verl has their
+            rewards; those it does not tell of have ended when verl has written them.
+        drop: function that tells of prompts that nobody will train on.
 
     Attributes:
-        summary: of the last round.
+        summary: the last round's.
     """
 
     def __init__(
@@ -129,12 +129,12 @@ class TailBatchingBuffer(ReplayBuffer):
         self._submit, self._stop, self._announce = submit, stop, announce
         self._take_ends, self._drop = take_ends, drop
         self._ends: defaultdict[str, dict[int, int]] = defaultdict(dict)
-        """Tokens of the responses of this round that are known to have ended, by uid and session."""
+        """Number of tokens of each response of this round that is known to have ended, by uid and session."""
         self._fetch: Callable[[], TensorDict] | None = None
-        """More prompts of the data."""
+        """Function that gets more prompts of the data."""
         self._most_judged = most_batches * rules.num_prompts
         self._judged = 0
-        """Groups of this round."""
+        """Number of groups of this round for which there was a verdict."""
         self._complete: dict[str, records.PromptKey] = {}
         """Groups that wait for a verdict, by uid, in the order in which they were completed."""
         self._evicted: dict[str, Any] = {}
@@ -145,25 +145,25 @@ class TailBatchingBuffer(ReplayBuffer):
         self._under_way: dict[str, dict[int, records.SampleId]] = {}
         """Responses that verl's workers have, by uid and session."""
         self._started: dict[str, float] = {}
-        """When, by uid, by the machine's monotonic clock."""
+        """Time when a prompt was started, by uid, by the machine's monotonic clock."""
         self._unsettled: set[str] = set()
         """Uids of prompts with which verl's workers are not done."""
         self._begun = self._over_at = 0.0
-        """The round, by the same clock."""
+        """Times when the round began and was over, by the machine's monotonic clock."""
         self._uids: dict[tuple[int, int], str] = {}
         """Uids of this round, by index and number of the draw (``rollout/redraws.py``)."""
         self._taken: list[str] = []
         self._given: set[str] = set()
-        """Uids of this step that a trainer that streams has."""
+        """Uids of groups of this step that a trainer that streams has taken."""
         self._failed: set[str] = set()
-        """Uids of those that are taken and lack responses."""
+        """Uids of groups that are taken and lack responses."""
         self._over, self._stopped = True, False
         self._rewarded_at: float | None = None
-        """When all that are taken had their rewards, by the same clock."""
+        """Time when all groups that are taken had their rewards, by the machine's monotonic clock."""
         self.summary: records.Summary | None = None
 
     def get_state(self) -> dict[str, Any]:
-        """Between two steps: what another process needs to go on, the prompts that wait among it."""
+        """State between two steps: what another process needs to go on, the prompts that wait among it."""
         return {**self._admitter.state_dict(), "rows": self._rows, "fed": self._fed}
 
     def restore(self, state: dict[str, Any], source: str) -> None:
@@ -193,7 +193,7 @@ class TailBatchingBuffer(ReplayBuffer):
         self._do(actions)
 
     def _feed(self, prompts: int) -> list[records.Action]:
-        """Feed so many or a few more, at once: each call of the admitter goes through all keys that there ever were."""
+        """Feed ``prompts`` prompts or a few more, at once: each call of the admitter goes through all keys so far."""
         assert self._fetch is not None, "a step has begun"
         first = self._fed
         while self._fed < first + prompts:
@@ -214,7 +214,7 @@ class TailBatchingBuffer(ReplayBuffer):
         return self._materialize_batch(partition_id, self._taken, snapshot), metrics
 
     def end_step(self, global_steps: int) -> dict[str, Any]:
-        """Wait until nothing of the step is under way any more, and forget what was not taken; the step's metrics."""
+        """Wait until nothing of the step is under way, and forget what was not taken; returns the step's metrics."""
         partition_id, last = "train", time.time()
         self._look(global_steps, partition_id)
         while not self._over or self._unsettled:
@@ -282,17 +282,17 @@ class TailBatchingBuffer(ReplayBuffer):
         Args:
             trajectories: verl's tags, by key.
             ended: uids of the prompts with which verl's workers are done.
-            stopped: since the last look all were.
+            stopped: whether all were stopped since the last look.
         """
         lengths = _collect_lengths(trajectories)
         for uid, left in list(self._under_way.items()):
-            there = self._ends[uid] | lengths[uid]
-            now = [session for session in left if uid in ended or session in there]
+            tokens = self._ends[uid] | lengths[uid]
+            now = [session for session in left if uid in ended or session in tokens]
             if uid not in ended and not self._ends[uid]:
                 now = now[: len(left) - 1]  # verl will still note that the prompt has ended
             for session in now:
                 self._report_response_end(
-                    left.pop(session), there.get(session, 0), time.monotonic() - self._started[uid], stopped
+                    left.pop(session), tokens.get(session, 0), time.monotonic() - self._started[uid], stopped
                 )
             if not left:
                 del self._under_way[uid], self._started[uid]
@@ -334,7 +334,7 @@ class TailBatchingBuffer(ReplayBuffer):
             self._do(self._feed(lacks))
 
     def _start(self, draws: Mapping[tuple[int, int], dict[int, records.SampleId]]) -> None:
-        """Each draw with all its responses; draws of one prompt are prompts of their own to verl."""
+        """Start each draw with all its responses; draws of one prompt are prompts of their own to verl."""
         rows = []
         for (index, draw), samples in draws.items():
             row = _copy_with_new_uid(self._rows[index]) if draw else self._rows[index]
@@ -370,15 +370,15 @@ class ChunkedTailBatchingBuffer(TailBatchingBuffer):
 
     @property
     def is_generated(self) -> bool:
-        """Nothing of the step is under way in an engine any more; rewards may be."""
+        """Whether nothing of the step is under way in an engine any more; rewards may be."""
         return self._over
 
     def count_running(self) -> int:
-        """Responses that have not ended, as the last look saw it."""
+        """Number of responses that have not ended, as the last look saw it."""
         return sum(map(len, self._under_way.values()))
 
     def count_spare(self) -> int:
-        """Running responses that the batch can do without, if each of the others is one that it takes."""
+        """Number of running responses that the batch can do without, if it takes each of the others."""
         rules, running = self._admitter.rules, self.count_running()
         ended = len(self._under_way) * rules.num_responses - running  # while their group goes on
         needed = (rules.num_prompts - len(self._taken)) * rules.num_responses - ended
@@ -389,10 +389,10 @@ class ChunkedTailBatchingBuffer(TailBatchingBuffer):
         return len(self._list_sampleable())
 
     def wait_for_sampleable(self, global_steps: int, partition_id: str, target_count: int) -> tuple[set[str], dict]:
-        """Wait until so many groups are there.
+        """Wait until ``target_count`` groups are there.
 
         Returns:
-            uids of those that are; verl's figures of useless groups since the last call.
+            uids of groups that are there; verl's figures of useless groups since the last call.
         """
         last = time.time()
         while self.get_sampleable_count(global_steps, partition_id) < target_count:
@@ -400,7 +400,7 @@ class ChunkedTailBatchingBuffer(TailBatchingBuffer):
         return set(self._list_sampleable()), self._take_evicted()
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
-        """Take so many groups of those that are there.
+        """Take ``batch_size`` of the groups that are there.
 
         Raises:
             NoResponseError: all responses of these groups have failed.
@@ -421,7 +421,7 @@ class ChunkedTailBatchingBuffer(TailBatchingBuffer):
 
 
 class NoResponseError(RuntimeError):
-    """Nothing of some groups can be trained on; the argument is the number of their prompts."""
+    """The error of groups of which nothing can be trained on; the argument is the number of their prompts."""
 
     def __str__(self) -> str:
         return f"no response to train on: all {self.args[0]} prompts of the step have failed"
@@ -433,16 +433,16 @@ def _get_uids(keys: Iterable[str]) -> set[str]:
 
 
 def _collect_lengths(trajectories: Mapping[str, Mapping[str, Any]]) -> defaultdict[str, dict[int, int]]:
-    """Tokens of each response that is there, by uid and session; keys are ``uid_session_index``.
+    """Number of tokens of each response that is there, by uid and session; keys are ``uid_session_index``.
 
-    A key without a tag: verl is about to write the response.
+    A key has no tag while verl is about to write the response.
     """
-    found: defaultdict[str, dict[int, int]] = defaultdict(dict)
+    lengths: defaultdict[str, dict[int, int]] = defaultdict(dict)
     for key, tag in trajectories.items():
         uid, session, _ = key.rsplit("_", 2)
         if "response_len" in tag:
-            found[uid][int(session)] = found[uid].get(int(session), 0) + tag["response_len"]
-    return found
+            lengths[uid][int(session)] = lengths[uid].get(int(session), 0) + tag["response_len"]
+    return lengths
 
 
 def _get_uid(row: TensorDict) -> str:

@@ -62,7 +62,7 @@ class CheckedTrainer(PPOTrainer):
         super().__init__(config)
 
     def _init_dataloader(self) -> None:
-        """verl's; what is loaded says what rewards will need.  No model is there yet."""
+        """Load the data, which says what rewards will need.  No model is there yet."""
         super()._init_dataloader()
         sources: set[str] = set()
         for data in (self.train_dataset, self.val_dataset):
@@ -77,7 +77,7 @@ class CheckedTrainer(PPOTrainer):
         super()._setup()
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], **named: Any) -> KVBatchMeta:
-        """verl's step comes to this with what it has sampled."""
+        """Balance what verl's step has sampled, without samples whose reward is missing."""
         if rewards.is_used(self.config):
             batch = missing_rewards.leave_out(batch, metrics, self.tokenizer.eos_token_id)
             missing_rewards.check_some_left([batch])
@@ -90,16 +90,16 @@ for _mode in ("sync", "colocate_async", "separate_async"):
 
 
 class Engines:
-    """What a trainer tells the engines, and asks of them.
+    """The engines, as a trainer tells and asks them.
 
     Args:
-        have_rounds: also those that have GPUs of their own: what runs there is one step's.
+        have_rounds: whether engines with GPUs of their own have rounds, too: what runs there is one step's.
     """
 
     def __init__(self, trainer: PPOTrainer, have_rounds: bool) -> None:
         self._trainer, self._have_rounds = trainer, have_rounds
         self._totals: list[figures.Figures] = []
-        """What each engine had done when it was last asked."""
+        """Figures of what each engine had done when it was last asked."""
 
     def list_actors(self) -> list[ActorHandle]:
         """The engines' Ray actors; none, if the engines are verl's own."""
@@ -122,24 +122,24 @@ class Engines:
         ray.get([actor.stop_requests.remote() for actor in self.list_actors()])
 
     def take_metrics(self) -> dict[str, float]:
-        """What the engines did since the last call; nothing at the first one."""
+        """Metrics of what the engines did since the last call; none at the first one."""
         before, self._totals = self._totals, ray.get([actor.get_totals.remote() for actor in self.list_actors()])
         since = [now.subtract(then) for now, then in zip(self._totals, before, strict=bool(before))]
         return figures.compute_metrics(since) if since else {}
 
 
 class AdaptiveTrainer(CheckedTrainer):
-    """Says how far trainer and engine disagree about a token, by the TP degree that generated it, and how the engines
-    spent the step.
+    """verl's trainer, which says how far trainer and engine disagree about a token, by the TP degree that generated it,
+    and how the engines spent the step.
 
     Attributes:
         mode: verl's own name of the trainer mode.
-        tail_batching_at: where the options of tail batching are; None: this mode has none.
-        announces_steps: the prompts of a step are announced to the engines.
-        streams: a step is trained in chunks, as its groups are complete.
-        worker_class: of the trainer's ranks; None: verl's.
-        tail_batching: None: the job has none.
-        ledger: of rewards with limits; None: the job has none.
+        tail_batching_at: option that holds those of tail batching; None: this mode has none.
+        announces_steps: whether the prompts of a step are announced to the engines.
+        streams: whether a step is trained in chunks, as its groups are complete.
+        worker_class: class of the trainer's ranks; None: verl's.
+        tail_batching: the job's tail batching; None: it has none.
+        ledger: ledger of rewards with limits; None: the job has none.
     """
 
     mode: str
@@ -186,7 +186,7 @@ class AdaptiveTrainer(CheckedTrainer):
             self.ledger.take_metrics()  # no step's
 
     def _consume_sync_metrics(self) -> dict[str, Any]:
-        """verl's, of the step that has just ended, and ours."""
+        """Metrics of the step that has just ended, verl's and ours."""
         ours = self.engines.take_metrics() | (self.ledger.take_metrics() if self.ledger else {})
         return super()._consume_sync_metrics() | ours
 
@@ -194,7 +194,7 @@ class AdaptiveTrainer(CheckedTrainer):
         return report_degrees(self.config, super()._compute_old_log_prob(batch, metrics), metrics)
 
     def _build_replay_buffer(self) -> ReplayBuffer:
-        """verl's, or that of tail batching."""
+        """Build verl's buffer, or that of tail batching."""
         where = self.tail_batching_at
         if where and (rules := options.read_tail_batching(self.config, where, self.trainer_mode)):
             stop = self.engines.stop_requests if self.streams else None
@@ -212,7 +212,7 @@ class AdaptiveTrainer(CheckedTrainer):
         super()._add_batch_to_generate()
 
     def _describe_step(self) -> BeginRound:
-        """A step without tail batching."""
+        """The message that begins a step without tail batching."""
         rollout, buffer = self.config.actor_rollout_ref.rollout, self.replay_buffer
         is_verls = type(buffer) in (ReplayBuffer, ReplayBufferAsync)
         limit, prompts = rollout.response_length, self.config.data.train_batch_size
@@ -221,7 +221,7 @@ class AdaptiveTrainer(CheckedTrainer):
         return BeginRound.of_size(prompts, rollout.n, max_new_tokens=limit)
 
     def _save_checkpoint(self) -> None:
-        """verl's, with ours before: verl ends with the note that a checkpoint is complete."""
+        """Write our files, then verl's: verl ends with the note that a checkpoint is complete."""
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
         folder.mkdir(parents=True, exist_ok=True)
         if self.ledger:
@@ -242,7 +242,7 @@ class AdaptiveTrainer(CheckedTrainer):
             self.tail_batching.buffer.restore(torch.load(path, weights_only=False), str(path))
 
     def _find_saved(self, name: str, otherwise: str) -> Path | None:
-        """A file of the checkpoint from which the job goes on; none: the log says what follows."""
+        """A file of the checkpoint from which the job goes on; where there is none, the log has ``otherwise``."""
         trainer = self.config.trainer
         resumed = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
         path = Path(resumed or f"{trainer.default_local_dir}/global_step_{self.global_steps}") / name
@@ -253,8 +253,8 @@ class AdaptiveTrainer(CheckedTrainer):
 
 
 def report_degrees(config: DictConfig, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-    """The batch, whose old log-probs are computed; ``metrics`` get its figures by degree, if the engine's log-probs are
-    there, too."""
+    """Add a batch's figures by degree to ``metrics``, if the engine's log-probs are there; returns the batch.  Its old
+    log-probs are computed."""
     if config.actor_rollout_ref.rollout.calculate_log_probs:
         fields = ["old_log_probs", "rollout_log_probs", "response_mask", "extra_fields"]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
@@ -265,7 +265,7 @@ def report_degrees(config: DictConfig, batch: KVBatchMeta, metrics: dict[str, An
 
 
 def _make_degree_metrics(data: Any, differences: bool = True) -> dict[str, float]:
-    """``rollout/tokens/tp2`` and so on, of all generated tokens; with ``differences`` also
+    """Metrics ``rollout/tokens/tp2`` and so on, of all generated tokens; with ``differences`` also
     ``training/rollout_probs_diff_max/tp2``."""
     parts: dict[int, list[torch.Tensor]] = {}
     columns = (data[name].unbind() for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
