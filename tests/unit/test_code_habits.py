@@ -136,7 +136,7 @@ HANGING = re.compile(
 )
 """Beginnings of a docstring that hangs on the name above it: prepositions, conjunctions and pronouns."""
 UNCLEAN = (
-    "checks", "host", "integrations/verl", "launch", "launch_server.py", "rank", "server", "switch",
+    "checks", "integrations/verl", "launch", "launch_server.py", "server",
 )  # fmt: skip
 """Parts of ``python/sglang_pat``, or packages beside it, with docstrings that still begin so."""
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Assign, ast.AnnAssign)
