@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 SHARE_ENV = "SGLANG_PAT_SHARE_GPU"
-"""Environment variable: with ``1`` all ranks run on one GPU, for ``python -m sglang_pat.acceptance`` where there is only
+"""Environment variable: with ``1`` all ranks run on one GPU, for ``python -m sglang_pat.acceptance`` on a machine with
 one.  They take turns there, and NCCL goes through sockets, so times of merged layouts and of switches mean nothing."""
 
 

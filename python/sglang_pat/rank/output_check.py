@@ -101,7 +101,7 @@ def measure_distances(logits: torch.Tensor, expected: torch.Tensor) -> torch.Ten
 
 
 def choose_lengths(room: int, most: int) -> list[int]:
-    """Number of tokens of each of at most ``most`` prompts that fit into ``room`` tokens, with one more to decode each."""
+    """Number of tokens of each prompt; at most ``most`` prompts, which fit into ``room`` with one more token each."""
     lengths: list[int] = []
     for length in range(SHORTEST, SHORTEST + min(most, PROMPTS)):
         if sum(lengths) + len(lengths) + length + 1 > room:

@@ -29,7 +29,7 @@ def list_needed_grammars(reqs: Iterable[Any]) -> list[Grammar]:
 
 
 class CompiledGrammars:
-    """Grammars that a rank has compiled for requests of other groups, in front of SGLang's cache while it rebuilds them.
+    """Grammars compiled for requests of other groups, in front of SGLang's cache while these are rebuilt.
 
     They are not in SGLang's cache: a grammar in one rank's cache but not in another's would part their queues.
     """

@@ -272,7 +272,7 @@ GROWTH = 16
 
 
 def count_tokens_to_move(scheduler: SwitchingScheduler, recompute_below: int = 0) -> int:
-    """About the number of KV tokens that a switch would move if it came now; ``recompute_below``: the command's."""
+    """Number of KV tokens, about, that a switch would move if it came now; ``recompute_below``: the command's."""
     lengths = [kv.count_kv(req) + GROWTH for req in loop.list_running(scheduler)]
     lengths += [host.count_tokens(req) for req in list_decoded_waiting(scheduler)]
     least = compute_least_moved(scheduler, recompute_below)
