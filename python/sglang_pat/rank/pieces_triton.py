@@ -22,8 +22,8 @@ import triton.language as tl
 
 MOST_PIECES = 3
 MOST_TOKENS = 64
-"""Most tokens that are multiplied by all pieces at once, as far as measured.  More are left to one product for each piece:
-from some hundreds on the products take longer than the reading."""
+"""Most tokens that are multiplied by all pieces at once, as far as measured.  More are left to one product for each
+piece: from some hundreds on the products take longer than the reading."""
 TYPES = (torch.bfloat16, torch.float16)
 """Types that are multiplied so; float32 is for comparing tokens, not for speed."""
 BLOCKS = (16, 32, 64)

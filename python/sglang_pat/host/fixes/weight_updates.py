@@ -250,7 +250,7 @@ class Receiver:
         self.loaded = False
 
     def load_weights(self, weights: Weights) -> None:
-        """Load ``weights`` if all fit, else raise ValueError: over IPC the sender of buckets is told, and sends no more."""
+        """Load ``weights`` if all fit, else raise ValueError, on which a sender of buckets over IPC sends no more."""
         given = list(weights)
         self.problem = self.problem or self._expected.find_problem((name, tensor.shape) for name, tensor in given)
         if self.problem is not None:
