@@ -153,7 +153,7 @@ def parse_args(argv: list[str]) -> AdaptiveServerArgs:
     """Parse the command line as SGLang does, with the adaptive flags added.
 
     Raises:
-        ValueError: for what the adaptive engine does not support.
+        ValueError: something is given that the adaptive engine does not support.
     """
     parser = _Parser(prog="python -m sglang_pat.launch_server")
     AdaptiveServerArgs.add_cli_args(parser)
@@ -190,7 +190,7 @@ def prepare_start(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
 
 
 def make_outer_view(args: AdaptiveServerArgs, spec: EngineSpec) -> AdaptiveServerArgs:
-    """``args`` as one engine of N ranks: what the TokenizerManager and ``/server_info`` show.
+    """``args`` as one engine of N ranks, which the TokenizerManager and ``/server_info`` show.
 
     With ``dp_size == 1`` SGLang's control calls expect one reply, whatever the layout.
     """
@@ -200,7 +200,7 @@ def make_outer_view(args: AdaptiveServerArgs, spec: EngineSpec) -> AdaptiveServe
 
 
 def make_rank_view(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
-    """``args`` as one replica of the base layout: what each rank's scheduler is built with."""
+    """``args`` as one replica of the base layout, with which each rank's scheduler is built."""
     view = copy.copy(args)
     assign(view, tp_size=args.spec.config.base.tp, dp_size=1)
     return view

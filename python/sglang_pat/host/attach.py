@@ -36,7 +36,7 @@ def patch_launcher(
     Args:
         make_adaptive: prepared arguments for the fields that a user gave.
         manager: the class of our TokenizerManager.
-        add_routes: to be called with the application of SGLang's HTTP server, where it is loaded.
+        add_routes: a function that is called with the application of SGLang's HTTP server, where it is loaded.
     """
     fill_in, check = ServerArgs.__post_init__, ServerArgs.check_server_args
 

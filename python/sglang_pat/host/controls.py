@@ -1,4 +1,4 @@
-"""What the coordinator knows of SGLang's requests: which are for one leader, and of control requests (:data:`CONTROLS`)
+"""SGLang's messages, as the coordinator knows them: which are for one leader, and for control requests (``CONTROLS``)
 how replies are merged, which need the base layout, and how one is refused (:func:`make_error_reply`).
 
 SGLang 0.5.16 has no ``io_struct.GetLoadsReqInput``.
@@ -136,7 +136,7 @@ def clear_sender(obj: Any) -> None:
 
 
 def find_effects(obj: Any) -> dict[str, Any]:
-    """What a control request does to the engine, in fields of :class:`~sglang_pat.coordinator.router.Control`."""
+    """Effects of a control request on the engine, in fields of :class:`~sglang_pat.coordinator.router.Control`."""
     if isinstance(obj, io.PauseGenerationReqInput):
         return {"pauses": True}
     if isinstance(obj, io.ContinueGenerationReqInput):

@@ -64,7 +64,7 @@ def check_overrides() -> None:
 
 
 def list_overrides() -> Iterator[Override]:
-    """All that is overridden in modules that this process has imported."""
+    """Yield every override in the modules that this process has imported."""
     marked = {symbol.name.rpartition(".")[2] for symbol in read_symbols() if "." in symbol.name} - {"__init__"}
     for kind in _list_classes():
         bases = [base for base in kind.__mro__ if _get_package(base) == "sglang"]

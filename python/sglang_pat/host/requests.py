@@ -1,4 +1,4 @@
-"""One request of SGLang's: what others read of it, and its whole state, read on one rank and restored on another.
+"""SGLang's ``Req``: values that others read of it, and its whole state, read on one rank and restored on another.
 
 SGLang (0.5.12) keeps all of it in attributes of ``Req``.  Where a request's KV lies is in ``host/kv.py`` and
 ``host/tree.py``.  SGLang 0.5.16 has logprobs in ``Req.logprob`` (``ReqLogprob``), ``output_ids`` in an ``array("q")``,

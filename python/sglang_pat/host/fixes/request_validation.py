@@ -99,7 +99,7 @@ def check_sampling_params(given: Any) -> dict[str, Any]:
     """``given`` with every value in SGLang's own type: 16.0 and true are 16 and 1, as SGLang takes them.
 
     Raises:
-        ValueError: for what SGLang does not take, or would die of.
+        ValueError: a value that SGLang does not take, or would die of.
     """
     if not isinstance(given, dict):
         raise ValueError(f"sampling_params is {_shorten(given)}, must be an object")
