@@ -1,4 +1,4 @@
-"""All that reads, writes, overrides or imports SGLang's internals, by operation.
+"""Everything that reads, writes, overrides or imports SGLang's internals, by operation.
 
 Other packages call these operations and import nothing of SGLang (``tests/unit/test_host.py`` says which do already).
 
@@ -8,4 +8,6 @@ Other packages call these operations and import nothing of SGLang (``tests/unit/
 - The loop: what it holds and counts (``loop``), batches (``batches``), what goes out (``outputs``), and where SGLang's
   own steps are hooked (``scheduler``).
 - Every attribute is written by ``assign``.  ``fixes``: what goes when SGLang is mended.
+
+What another version of SGLang would change is in the modules' headers, as read in the source of 0.5.16 and 0.5.23.
 """

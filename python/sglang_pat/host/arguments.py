@@ -5,6 +5,8 @@ layout.  :func:`prepare_start` has :mod:`sglang_pat.launch.spec` compute of it w
 TokenizerManager, HTTP clients and RL frameworks see one engine of ``tp * dp`` ranks (:func:`make_outer_view`), each
 rank's scheduler one replica of the base layout (:func:`make_rank_view`).  Every refusal is a ``ValueError`` of one
 line.
+
+SGLang 0.5.16 has no ``cuda_graph_bs`` and no ``disable_piecewise_cuda_graph``.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from sglang_pat.version import __version__
 logger = logging.getLogger(__name__)
 
 PLANNED_FRACTION = 0.98
-"""SGLang's own limit where ranks share memory, and the plan decides: out of the way."""
+"""``mem_fraction_static`` where ranks share memory: the plan decides there, and SGLang's limit is out of its way."""
 
 _DEFAULT: dict[str, Any] = {setting.field: setting.default for setting in SETTINGS}
 
@@ -76,11 +78,11 @@ class AdaptiveServerArgs(ServerArgs):
     pat_cpu_overlap: bool = _DEFAULT["pat_cpu_overlap"]
     pat_gpu_order: str = _DEFAULT["pat_gpu_order"]
     pat_fraction_given: bool = False
-    """Set here: ``mem_fraction_static`` is the user's, not SGLang's default."""
+    """Whether ``mem_fraction_static`` is the user's, and not SGLang's default; set here."""
     pat_in_a_job: bool = False
-    """Set by ``attach``: a framework has launched it, whose log shows nothing below an error but our lines for it."""
+    """Whether a framework has launched the engine, whose log shows only our lines below an error; set by ``attach``."""
     pat_graphs_given: bool = False
-    """Set here: so is ``cuda_graph_bs``."""
+    """Whether ``cuda_graph_bs`` is the user's; set here."""
 
     _spec = None  # no field: SGLang shows these to clients
 
@@ -126,12 +128,12 @@ class AdaptiveServerArgs(ServerArgs):
 
     @property
     def spec(self) -> EngineSpec:
-        """What the engine is; there from :func:`prepare_start` on, in all its processes."""
+        """The engine's layouts and sizes; there from :func:`prepare_start` on, in all its processes."""
         assert self._spec is not None, "not resolved"
         return self._spec
 
     def read_config(self) -> AdaptiveConfig:
-        """What the settings say, for what comes before :attr:`spec`.
+        """Read the settings, for what is decided before there is a :attr:`spec`.
 
         Raises:
             ValueError: an impossible layout, candidate or mode.
@@ -141,7 +143,7 @@ class AdaptiveServerArgs(ServerArgs):
 
 
 class _Parser(argparse.ArgumentParser):
-    """SGLang has some hundred flags: an error does not list them."""
+    """A parser whose errors do not list SGLang's hundreds of flags."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (--help lists our flags, --help-sglang those of SGLang)")
@@ -151,7 +153,7 @@ def parse_args(argv: list[str]) -> AdaptiveServerArgs:
     """Parse the command line as SGLang does, with the adaptive flags added.
 
     Raises:
-        ValueError: for what the adaptive engine does not support.
+        ValueError: something is given that the adaptive engine does not support.
     """
     parser = _Parser(prog="python -m sglang_pat.launch_server")
     AdaptiveServerArgs.add_cli_args(parser)
@@ -188,7 +190,7 @@ def prepare_start(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
 
 
 def make_outer_view(args: AdaptiveServerArgs, spec: EngineSpec) -> AdaptiveServerArgs:
-    """``args`` as one engine of N ranks: what the TokenizerManager and ``/server_info`` show.
+    """``args`` as one engine of N ranks, which the TokenizerManager and ``/server_info`` show.
 
     With ``dp_size == 1`` SGLang's control calls expect one reply, whatever the layout.
     """
@@ -198,7 +200,7 @@ def make_outer_view(args: AdaptiveServerArgs, spec: EngineSpec) -> AdaptiveServe
 
 
 def make_rank_view(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
-    """``args`` as one replica of the base layout: what each rank's scheduler is built with."""
+    """``args`` as one replica of the base layout, with which each rank's scheduler is built."""
     view = copy.copy(args)
     assign(view, tp_size=args.spec.config.base.tp, dp_size=1)
     return view
@@ -208,7 +210,7 @@ def make_rank_view(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
 
 
 def read_deployment(args: AdaptiveServerArgs) -> Deployment:
-    """What the engine is computed from, as plain values."""
+    """Model, machine and flags that the :class:`EngineSpec` is computed from, as plain values."""
     config = args.read_config()
     return Deployment(
         config=config,
@@ -225,7 +227,7 @@ def read_deployment(args: AdaptiveServerArgs) -> Deployment:
 
 
 def make_demand(args: AdaptiveServerArgs, config: AdaptiveConfig) -> Demand:
-    """What needs memory, but for the graphs of the layouts above the base.
+    """Everything that needs memory, but for the graphs of the layouts above the base.
 
     SGLang sizes its pool in each rank, after loading, from what the whole machine has free (84% of it on a CPU, for
     every rank) and knows nothing of other layouts; the plan sizes it once, for all ranks, before they start.
@@ -252,7 +254,7 @@ def _has_graphs(args: AdaptiveServerArgs) -> bool:
 
 
 def read_model_shape(model: ModelConfig) -> ModelShape:
-    """SGLang's view of a model as sizes."""
+    """Sizes of a model, as SGLang reads its config."""
     shape = ModelShape.from_config(model.hf_text_config.to_dict(), str(model.dtype).removeprefix("torch."))
     return replace(shape, context=model.context_len)
 
@@ -263,7 +265,7 @@ def make_fingerprint(
     """The fingerprint of an engine with these arguments.
 
     Args:
-        kv_tokens, max_running: of one replica of the base layout; known once a rank is up.
+        kv_tokens, max_running: KV slots and requests of one replica of the base layout; known once a rank is up.
     """
     model = ModelConfig.from_server_args(args)
     shape, hf = read_model_shape(model), model.hf_text_config
@@ -293,7 +295,7 @@ def make_fingerprint(
 
 
 def format_gpu_lines(args: AdaptiveServerArgs, spec: EngineSpec) -> list[str]:
-    """What a user should know of an engine on GPUs."""
+    """Lines of the log that a user of an engine on GPUs should read."""
     if args.disable_cuda_graph:
         graphs = "decode runs without CUDA graphs"
     else:
@@ -368,7 +370,7 @@ def refuse_graphs(args: AdaptiveServerArgs) -> None:
 
 
 def _set_cpu_defaults(args: AdaptiveServerArgs) -> None:
-    """Choices without which SGLang does not run on a CPU without AMX."""
+    """Choose flags without which SGLang does not run on a CPU without AMX."""
     if is_cuda():
         return
     assign(args, device=args.device or "cpu")
@@ -386,8 +388,10 @@ def _set_cpu_defaults(args: AdaptiveServerArgs) -> None:
 
 
 def _set_mixture_defaults(args: AdaptiveServerArgs) -> None:
-    """What SGLang else chooses by itself for some mixtures of experts, and is refused: on Hopper and Blackwell a fused
-    all-reduce, on Blackwell a kernel that wants experts in an order of its own."""
+    """Turn off what SGLang chooses by itself for some mixtures of experts, and we refuse.
+
+    That is a fused all-reduce on Hopper and Blackwell, and on Blackwell a kernel with its own order of experts.
+    """
     assign(args, enforce_disable_flashinfer_allreduce_fusion=True)
     if args.moe_runner_backend == "auto":
         assign(args, moe_runner_backend="triton")

@@ -1,4 +1,4 @@
-"""How we write attributes of SGLang's objects: what is not there is not written, and the rank ends."""
+"""Writing attributes of SGLang's objects: one that is not there is not written, and the rank ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def assign(target: Any, **values: Any) -> None:
 
 
 def assign_many(target: Any, values: dict[str, Any], late: frozenset[str] = frozenset()) -> None:
-    """Set plain attributes of ``target``, those but ``late`` are there already; quick, for the state of a request.
+    """Set plain attributes of ``target``, which all but ``late`` are there already; quick, for the state of a request.
 
     Raises:
         AttributeError: as :func:`assign`; also for a property.
@@ -43,7 +43,7 @@ def _make_error(target: Any, name: str) -> AttributeError:
 
 @contextmanager
 def assigned(target: Any, **values: Any) -> Iterator[None]:
-    """Inside the block, attributes of ``target`` that are there already have other values.
+    """Give attributes of ``target`` that are there already other values, for the length of the block.
 
     Raises:
         AttributeError: as :func:`assign`.

@@ -20,7 +20,7 @@ from sglang_pat.host.assign import assign
 from sglang_pat.host.engine import LaunchedEngine, make_private_ports
 
 _AS_GIVEN, _FILLED_IN = "_pat_as_given", "_pat_filled_in"
-"""On server arguments: their fields before and after SGLang chose what was left open."""
+"""Attributes of server arguments: their fields before and after SGLang chose what was left open."""
 
 
 def patch_launcher(
@@ -31,12 +31,12 @@ def patch_launcher(
 ) -> None:
     """Have SGLang's launch code in this process make adaptive arguments of stock ones, and launch our engine for them.
 
-    That is done when it checks them, just before it starts anything.  The object stays the same.
+    It happens when SGLang checks the arguments, just before it starts anything.  The object stays the same.
 
     Args:
         make_adaptive: prepared arguments for the fields that a user gave.
         manager: the class of our TokenizerManager.
-        add_routes: to be called with the application of SGLang's HTTP server, where it is loaded.
+        add_routes: a function that is called with the application of SGLang's HTTP server, where it is loaded.
     """
     fill_in, check = ServerArgs.__post_init__, ServerArgs.check_server_args
 
@@ -71,7 +71,7 @@ def _call_ours(ours: type[LaunchedEngine], name: str, stock: type, *args: Any, *
 
 
 def _choose_by_arguments(stock: Callable, ours: Callable) -> Callable:
-    """``ours`` if the call is about an adaptive engine's arguments, else ``stock``."""
+    """A function that calls ``ours`` with an adaptive engine's arguments, and ``stock`` with all others."""
 
     @functools.wraps(stock, updated=())
     def call(*args: Any, **named: Any) -> Any:

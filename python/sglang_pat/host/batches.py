@@ -1,4 +1,8 @@
-"""Batches: made of requests whose KV is in place, and steps of them."""
+"""SGLang's ``ScheduleBatch``: made of requests whose KV is in place, and run for one step.
+
+SGLang 0.5.16 reads the tokens to decode after from ``FutureMap.output_tokens_buf`` by ``req_pool_indices``: it has no
+``ScheduleBatch.output_ids``, which :func:`_set_last_tokens` writes.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ def make_decode_batch(scheduler: SglangScheduler, reqs: list[Req]) -> ScheduleBa
 
 
 def _set_last_tokens(batch: ScheduleBatch, tokens: torch.Tensor) -> None:
-    """Say which token each request decodes after, int64 ``[requests]``."""
+    """Set the token that each request decodes after, int64 ``[requests]``."""
     assign(batch, output_ids=tokens)
 
 
@@ -88,7 +92,7 @@ def go_on_with(scheduler: SglangScheduler, batch: ScheduleBatch, tokens: Sequenc
 
 
 def compute_logits(scheduler: SglangScheduler, batch: ScheduleBatch) -> torch.Tensor:
-    """Run one step: logits of the next token, ``[requests, vocabulary]``."""
+    """Run one step and return the logits of the next token, ``[requests, vocabulary]``."""
     runner = scheduler.tp_worker.model_runner
     output = runner.forward(ForwardBatch.init_new(batch.get_model_worker_batch(), runner))
     return output.logits_output.next_token_logits.clone()  # a graph's next replay writes there
@@ -106,7 +110,7 @@ def is_decode(batch: ScheduleBatch) -> bool:
 
 
 def count_step_tokens(batch: ScheduleBatch) -> int:
-    """Tokens that a step attends to, if it decodes; that it computes, if it prefills."""
+    """Number of tokens that a step attends to, if it decodes, or computes, if it prefills."""
     return int((batch.seq_lens_sum if batch.forward_mode.is_decode() else batch.extend_num_tokens) or 0)
 
 

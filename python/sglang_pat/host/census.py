@@ -21,7 +21,7 @@ from sglang.srt.layers import dp_attention
 from sglang_pat.host.loop import find
 
 DEEPEST = 7
-"""Attributes of attributes are followed so far."""
+"""Longest path that is followed, in attributes."""
 
 _PLAIN = (type(None), bool, int, float, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
 _MANY = (list, tuple, set, frozenset, deque)
@@ -59,7 +59,7 @@ def take_census(scheduler: Any) -> tuple[dict[str, str], dict[str, int]]:
 
 
 def _is_sglang_object(found: Any) -> bool:
-    """Objects of SGLang's classes and of those derived from them; not our own, not groups."""
+    """Whether an object's class is SGLang's or derived from one; our own objects and groups are none."""
     if isinstance(found, (type, types.ModuleType, GroupCoordinator, enum.Enum)) or callable(found):
         return False
     return any(kind.__module__.partition(".")[0] == "sglang" for kind in type(found).__mro__)
@@ -86,13 +86,13 @@ def _iterate_children(found: Any) -> Iterator[tuple[str, Any]]:
 
 
 def read_paths(scheduler: Any, paths: Iterable[str]) -> dict[str, str]:
-    """Values of some paths, as :func:`describe` gives them."""
+    """Values at ``paths``, as :func:`describe` gives them."""
     roots = SimpleNamespace(Scheduler=scheduler, ModelRunner=scheduler.tp_worker.model_runner)
     return {path: describe(find(roots, path)) for path in paths}
 
 
 def describe(found: Any) -> str:
-    """One line: plain values as they are, of tensors the shape, of containers the length, of groups size and rank."""
+    """One line for a value: a tensor's shape, a container's length, a group's size and rank, or the plain value."""
     if isinstance(found, _PLAIN):
         return f"{type(found).__name__} {found}" if not isinstance(found, (type(None), str)) else repr(found)
     if isinstance(found, torch.Tensor):

@@ -13,7 +13,7 @@ from sglang_pat.host.arguments import AdaptiveServerArgs
 
 
 def set_up_child(server_args: AdaptiveServerArgs, name: str) -> None:
-    """It ends with its parent, and its lines in the log have its name."""
+    """Let this process end with its parent, and put its ``name`` before its lines in the log."""
     kill_itself_when_parent_died()
     configure_logger(server_args, prefix=f" {name}")
 
@@ -24,7 +24,7 @@ def open_socket(context: zmq.Context, kind: int, address: str, binds: bool) -> A
 
 
 def import_model_files() -> None:
-    """SGLang imports all of them on the first look-up."""
+    """Import all of SGLang's models, which it would do on the first look-up."""
     from sglang.srt.models.registry import ModelRegistry
 
     ModelRegistry.get_supported_archs()

@@ -1,4 +1,4 @@
-"""What the operations of this folder read and write of SGLang's scheduler; the type checker holds it."""
+"""Attributes of SGLang's ``Scheduler`` that this folder reads and writes; the type checker holds the list."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 
 class SglangScheduler(Protocol):
-    """Attributes under SGLang's names."""
+    """SGLang's ``Scheduler``, under SGLang's names."""
 
     running_batch: ScheduleBatch
     cur_batch: ScheduleBatch | None

@@ -1,5 +1,8 @@
-"""What the coordinator knows of SGLang's requests: which are for one leader, and of control requests (:data:`CONTROLS`)
-how replies are merged, which need the base layout, and how one is refused (:func:`make_error_reply`)."""
+"""SGLang's messages, as the coordinator knows them: which are for one leader, and for control requests (``CONTROLS``)
+how replies are merged, which need the base layout, and how one is refused (:func:`make_error_reply`).
+
+SGLang 0.5.16 has no ``io_struct.GetLoadsReqInput``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang_pat.host.assign import assign
 
 MAX_MESSAGE = 500
-"""Characters of an error that a client gets to see."""
+"""Most characters of an error that a client gets to see."""
 
 
 def _merge_success(replies: list[Any]) -> Any:
@@ -40,8 +43,8 @@ def _sum_loads(replies: list[io.GetLoadsReqOutput]) -> io.GetLoadsReqOutput:
 
 
 def _all_or_error(replies: list[Any]) -> Any:
-    """The first reply with an error of :func:`make_error_reply`, or just one: for replies that cannot say that
-    something failed."""
+    """The first reply with an error of :func:`make_error_reply`, else the first: for replies that have no field for a
+    failure."""
     return next((reply for reply in replies if get_error(reply)), replies[0])
 
 
@@ -95,7 +98,7 @@ SINGLES = (io.TokenizedGenerateReqInput, io.TokenizedEmbeddingReqInput)
 
 
 BATCHES = (io.BatchTokenizedGenerateReqInput, io.BatchTokenizedEmbeddingReqInput)
-"""Several of them in one."""
+"""Messages that hold several of :data:`SINGLES`."""
 
 
 def list_generations(obj: Any) -> list[Any] | None:
@@ -133,7 +136,7 @@ def clear_sender(obj: Any) -> None:
 
 
 def find_effects(obj: Any) -> dict[str, Any]:
-    """What a control request does to the engine, in fields of :class:`~sglang_pat.coordinator.router.Control`."""
+    """Effects of a control request on the engine, in fields of :class:`~sglang_pat.coordinator.router.Control`."""
     if isinstance(obj, io.PauseGenerationReqInput):
         return {"pauses": True}
     if isinstance(obj, io.ContinueGenerationReqInput):

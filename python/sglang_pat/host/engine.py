@@ -1,4 +1,4 @@
-"""SGLang's launch code, of our engine: its ``Engine`` and its HTTP server.
+"""SGLang's launch code for our engine: its ``Engine`` and its HTTP server.
 
 It starts everything; only :meth:`LaunchedEngine._launch_scheduler_processes` differs: one coordinator and N ranks of
 one world, instead of one world per replica.
@@ -38,17 +38,17 @@ assign(stock, SubprocessWatchdog=make_watchdog)
 
 @dataclass(frozen=True)
 class Programs:
-    """What the processes of an engine run; each takes SGLang's arguments and addresses, and what else is named."""
+    """Functions that an engine's processes run; each takes SGLang's arguments and addresses, and what else is named."""
 
     coordinator: Callable[..., None]
-    """Also the addresses of the leaders, and that of the ranks' channel."""
+    """Takes also the addresses of the leaders, and that of the ranks' channel."""
     rank: Callable[..., None]
-    """Also its number, its GPU, and the address of the channel."""
+    """Takes also its number, its GPU, and the address of the channel."""
     detokenizer: Callable[..., None]
 
 
 class LaunchedEngine(stock.Engine):
-    """What the HTTP server and ``sglang_pat.Engine`` launch; a subclass says what its processes run."""
+    """The engine that the HTTP server and ``sglang_pat.Engine`` launch; a subclass says what its processes run."""
 
     server_args_class = AdaptiveServerArgs
     programs: Programs
@@ -116,7 +116,7 @@ class LaunchedEngine(stock.Engine):
 
     @classmethod
     def _launch_detokenizer_subprocesses(cls, server_args, port_args, run_detokenizer_process_func):
-        """SGLang's, from our process context; ``detokenizer_worker_num`` is 1 here.  Raises as the one above."""
+        """Start SGLang's detokenizer, of which there is one, from our process context.  Raises as above."""
         try:
             refuse_function("run_detokenizer_process_func", run_detokenizer_process_func)
         except ValueError:
@@ -126,21 +126,21 @@ class LaunchedEngine(stock.Engine):
         return [process], ["detokenizer"]
 
     def shutdown(self) -> None:
-        """End all processes of the engine and wait for them: their memory can be used again.  Twice is once."""
+        """End all processes of the engine and wait until their memory is free.  A second call does nothing."""
         manager = self.tokenizer_manager
         if manager is not None and manager._subprocess_watchdog is not None:
             manager._subprocess_watchdog.stop()
         processes.end_children()
 
     async def async_update_weights_from_tensor(self, named_tensors: list[tuple[str, torch.Tensor]]) -> tuple[bool, str]:
-        """SGLang's ``update_weights_from_tensor``, inside the event loop; whole tensors, the same for all ranks."""
+        """Update the weights inside the event loop, with whole tensors, the same for all ranks."""
         tensors = [MultiprocessingSerializer.serialize(named_tensors) for _ in range(self.server_args.tp_size)]
         request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=tensors)
         return await self.tokenizer_manager.update_weights_from_tensor(request, None)
 
 
 def make_private_ports(args: AdaptiveServerArgs) -> PortArgs:
-    """SGLang's addresses, with sockets that no other user can reach."""
+    """Choose SGLang's addresses, with sockets that no other user can reach."""
     folder = make_engine_folder()
     return PortArgs(
         tokenizer_ipc_name=f"ipc://{folder}/tokenizer",
@@ -154,7 +154,7 @@ def make_private_ports(args: AdaptiveServerArgs) -> PortArgs:
 
 
 def serve(server_args: AdaptiveServerArgs, engine: type[LaunchedEngine], add_routes: Callable[[Any], None]) -> None:
-    """SGLang's HTTP server in front of this engine, until a signal ends it.
+    """Run SGLang's HTTP server in front of this engine, until a signal ends it.
 
     Raises:
         NotStarted: a process could not start.
@@ -178,7 +178,7 @@ def serve(server_args: AdaptiveServerArgs, engine: type[LaunchedEngine], add_rou
 
 
 def _warn_if_open(args: AdaptiveServerArgs) -> None:
-    """Say so if others than this machine's users can send requests, with no key."""
+    """Warn if others than this machine's users can send requests without a key."""
     if args.api_key is None and not _is_loopback(args.host):
         logger.warning(
             "listening on %s without --api-key: whoever reaches port %d can use this server", args.host, args.port
@@ -193,7 +193,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _warm_up(server_args: AdaptiveServerArgs) -> bool:
-    """SGLang's, with a request for each replica; its requests do not count in a decision log."""
+    """Warm up as SGLang does, with a request for each replica, which does not count in a decision log."""
     from sglang.srt.entrypoints import http_server
 
     manager = http_server.get_global_state().tokenizer_manager

@@ -3,6 +3,8 @@
 SGLang keeps all experts of a layer in two parameters: ``w13_weight``, ``[experts, gate's rows and then up's, hidden]``,
 and ``w2_weight``, ``[experts, hidden, columns]``.  A rank of a higher degree has some of gate's rows and as many of
 up's from every expert: two views of the one.  Its part of the other is a view of columns, and remains a parameter.
+
+SGLang 0.5.16 has ``fused_moe_triton_kernels`` in ``sglang.kernels.ops.moe``.
 """
 
 from __future__ import annotations
@@ -20,15 +22,15 @@ from torch.nn.functional import linear, silu
 from sglang_pat.host.experts_triton import multiply_gate_up
 
 LARGEST_BATCH = 4096
-"""Tokens; kernels for more are those for so many."""
+"""Most tokens of a batch that kernels are compiled for; larger batches use the same kernels."""
 UNQUANTISED = dict.fromkeys(
     ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant"), False
 )
-"""What SGLang's functions for experts are told."""
+"""Arguments of SGLang's functions for experts that say that weights are not quantised."""
 
 
 def find_reason_against(experts: FusedMoE) -> tuple[str, str] | None:
-    """Why these experts cannot be cut into shards and multiplied on views, and what to do; None if they can."""
+    """Reason why these experts cannot be cut into shards and multiplied on views, and the advice; None if they can."""
     method, config = experts.quant_method, experts.moe_runner_config
     if experts.moe_ep_size > 1:
         return "its experts are spread over the ranks", "leave out --ep-size"
@@ -49,21 +51,21 @@ def find_reason_against(experts: FusedMoE) -> tuple[str, str] | None:
 class PiecewiseExperts(UnquantizedFusedMoEMethod):
     """The method of experts whose gate and up are two pieces of the base layer's ``w13_weight``.
 
-    It has these two; the layer itself has ``w2_weight`` only.
+    It holds these two; the layer itself has ``w2_weight`` only.
 
     Attributes:
-        gate, up: ``[experts, rows, hidden]``.
+        gate, up: the two pieces, ``[experts, rows, hidden]`` each.
     """
 
     gate: torch.Tensor
     up: torch.Tensor
 
     def set_pieces(self, weights: list[torch.Tensor], _: object = None) -> None:
-        """Multiply by these from now on: gate and up."""
+        """Multiply by these ``weights``, gate and up, from now on."""
         self.gate, self.up = weights
 
     def compile(self, layer: FusedMoE) -> None:
-        """On a GPU: have Triton compile the kernels for all numbers of tokens, of which SGLang's tables choose one."""
+        """Have Triton compile, on a GPU, the kernels that SGLang's tables choose from by number of tokens."""
         top_k, experts = layer.top_k or 1, len(self.gate)
         for power in range(LARGEST_BATCH.bit_length()):
             for tokens in (1 << power, (1 << power) + 1):  # a multiple of 16, and none, are two kernels
@@ -74,7 +76,7 @@ class PiecewiseExperts(UnquantizedFusedMoEMethod):
 
     # Whatever the device: SGLang's own goes by an alias that was made in the class (``forward_native``).
     def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> StandardCombineInput:
-        """``[tokens, hidden]`` to this rank's part of ``[tokens, hidden]``, which the ranks of a group add up."""
+        """This rank's part of the layer's output, ``[tokens, hidden]``, which the ranks of a group add up."""
         x, (weights, ids, _) = dispatch_output.hidden_states, dispatch_output.topk_output
         multiply = self.multiply_on_gpu if x.is_cuda else self._multiply_on_cpu
         return StandardCombineInput(hidden_states=multiply(x, layer.w2_weight, weights, ids))
@@ -82,10 +84,10 @@ class PiecewiseExperts(UnquantizedFusedMoEMethod):
     def _multiply_on_cpu(
         self, x: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
-        """SGLang's ``moe_forward_native``, with two products where that has one.
+        """Do what SGLang's ``moe_forward_native`` does, with two products where that has one.
 
         Args:
-            weights, ids: of the experts that the router has chosen, ``[tokens, chosen]``.
+            weights, ids: weights and numbers of the experts that the router has chosen, ``[tokens, chosen]``.
         """
         order = ids.flatten().argsort(stable=True)
         counts = ids.flatten().bincount(minlength=len(down)).tolist()

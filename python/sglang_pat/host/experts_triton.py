@@ -1,4 +1,5 @@
-"""Gate and up of a mixture's experts, two ranges of rows of one weight, in one launch of SGLang's kernel.
+"""Gate and up of a mixture's experts, two ranges of rows of one weight, in one launch of SGLang's
+``fused_moe_kernel``.
 
 SGLang multiplies by both at once: they are one weight, ``w13``, ``[experts, gate's rows and then up's, hidden]``.  In
 a layout of a higher degree a rank's rows of gate and of up are two ranges of the base's ``w13``, and no stride leads
@@ -127,7 +128,7 @@ def multiply_gate_up(
         gate, up: ``[experts, rows, hidden]`` each, views of one weight with the same strides.
         out: written, ``[tokens * chosen, 2 * rows]``: gate, then up.
         topk_ids: the experts that the router has chosen, ``[tokens, chosen]``.
-        sorted_token_ids, expert_ids, num_tokens_post_padded: of SGLang's ``moe_align_block_size``.
+        sorted_token_ids, expert_ids, num_tokens_post_padded: results of SGLang's ``moe_align_block_size``.
         config: blocks, warps and stages, as SGLang chooses them for a copy of both.
     """
     _, rows, hidden = gate.shape

@@ -1,4 +1,4 @@
-"""Grammars of SGLang's requests, and the backend that compiles and caches them."""
+"""Grammars of SGLang's requests, and the ``BaseGrammarBackend`` that compiles and caches them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def get_key(req: Req) -> Key | None:
 
 
 def get_grammar(req: Req) -> Any | None:
-    """Its grammar as it stands, or the future one."""
+    """The grammar of ``req`` as it stands, or the future one; None if it has none."""
     return req.grammar
 
 
@@ -61,12 +61,12 @@ def replay(grammar: Any, tokens: Iterable[int]) -> None:
 
 
 def copy_grammar(grammar: Any) -> Any:
-    """One in its first state."""
+    """A copy in the first state."""
     return grammar.copy()
 
 
 def begin_reasoning(grammar: Any, reasons: bool) -> None:
-    """Say whether its request reasons first."""
+    """Tell ``grammar`` whether its request reasons first."""
     grammar.maybe_init_reasoning(reasons)
 
 
@@ -85,7 +85,7 @@ def compile_grammar(backend: BaseGrammarBackend, key: Key) -> Any:
 
 
 def submit(backend: BaseGrammarBackend, function: Callable[..., Any], *args: Any) -> Future:
-    """Call it in SGLang's threads."""
+    """Call ``function`` in SGLang's threads."""
     return backend.executor.submit(function, *args)
 
 
@@ -94,7 +94,7 @@ def get_cached(backend: BaseGrammarBackend, key: Key) -> Any | None:
 
 
 def replace_cache(backend: BaseGrammarBackend, grammars: dict[Key, Any]) -> None:
-    """Have these in the cache and no others."""
+    """Make ``grammars`` all that the cache holds."""
     backend.reset()
     for key, grammar in grammars.items():
         backend.set_cache(key, grammar)

@@ -1,4 +1,9 @@
-"""The group of a rank: where SGLang keeps groups, ranks and sizes, and how it makes the groups."""
+"""The group of a rank: where SGLang keeps groups, ranks and sizes, and how it makes the groups.
+
+SGLang 0.5.16 has ranks and sizes in a frozen ``ParallelState`` (``scheduler.ps``), and its scheduler's components hold
+groups of their own: :func:`set_scheduler_group` would rebuild both.  In 0.5.23 layers no longer read the globals of
+:func:`set_global_groups` when they are called.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +30,16 @@ SINGLE_GLOBALS = ("_PP", "_ATTN_CP", "_MOE_DP", "_MOE_EP")
 def make_coordinator(
     groups: list[list[int]], local_device: int, backend: str, for_graphs: bool, name: str
 ) -> GroupCoordinator:
-    """This rank's one of ``groups``; all ranks together.
+    """Make the one of ``groups`` that has this rank; all ranks together.
 
     Args:
-        for_graphs: with SGLang's communicator for CUDA graphs.
+        for_graphs: whether it gets SGLang's communicator for CUDA graphs.
     """
     return init_model_parallel_group(groups, local_device, backend, for_graphs, group_name=name)
 
 
 def make_single_coordinator(num_ranks: int, local_device: int, backend: str, for_graphs: bool) -> GroupCoordinator:
-    """A group of this rank alone; all ranks together."""
+    """Make a group of this rank alone; all ranks together."""
     alone = [[rank] for rank in range(num_ranks)]
     single = make_coordinator(alone, local_device, backend, for_graphs, "single")
     # Some models of SGLang's (Phi, StarCoder2) take the pipeline group's rank in the world for their stage.
@@ -43,7 +48,7 @@ def make_single_coordinator(num_ranks: int, local_device: int, backend: str, for
 
 
 def reduce_once(group: GroupCoordinator, sizes: Sequence[int], dtype: torch.dtype) -> None:
-    """Reduce so many bytes each, as a model of this type does; on a CPU the first of ``sizes`` only."""
+    """Reduce tensors of ``sizes`` bytes, as a model of this type does; on a CPU the first of them only."""
     if group.world_size == 1:
         return
     for size in sizes if group.device.type != "cpu" else sizes[:1]:
@@ -107,5 +112,5 @@ def get_place(scheduler: Any) -> tuple[int, int]:
 
 
 def get_control_group(scheduler: Any) -> dist.ProcessGroup:
-    """Through which the scheduler's group talks of requests."""
+    """The group through which the scheduler's ranks broadcast requests."""
     return scheduler.tp_cpu_group

@@ -1,4 +1,4 @@
-"""Whatever of ours replaces a method of SGLang's still replaces one: checked at every start.
+"""A check at every start: whatever of ours replaces a method of SGLang's still replaces one.
 
 A method that SGLang no longer has under its name is never called, and nothing says so.  ``contract.txt`` has the names
 of all that we override.  So where a class of ours that is made of SGLang's has a method of such a name, SGLang must
@@ -20,7 +20,7 @@ from sglang_pat.launch.contract import SGLangMismatch, read_symbols
 from sglang_pat.version import SGLANG_VERSIONS
 
 FOLDER = f"{Path(__file__).parents[1]}/"
-"""The files of all our functions begin with it."""
+"""Folder in which the files of all our functions lie."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Override:
         return f"{self.kind.__qualname__}.{self.name}"
 
     def find_problem(self) -> str | None:
-        """Why SGLang cannot call it, in one line; None if it can."""
+        """Reason why SGLang cannot call it, in one line; None if it can."""
         if self.base is None:
             return f"{self}: SGLang has no method of this name any more"
         theirs = getattr(self.base, self.name, None)
@@ -64,7 +64,7 @@ def check_overrides() -> None:
 
 
 def list_overrides() -> Iterator[Override]:
-    """All that is overridden in modules that this process has imported."""
+    """Yield every override in the modules that this process has imported."""
     marked = {symbol.name.rpartition(".")[2] for symbol in read_symbols() if "." in symbol.name} - {"__init__"}
     for kind in _list_classes():
         bases = [base for base in kind.__mro__ if _get_package(base) == "sglang"]

@@ -1,4 +1,4 @@
-"""What routes of ours ask of SGLang's HTTP server."""
+"""SGLang's HTTP server, as our routes use it: its TokenizerManager and its administrator's key."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def get_manager() -> Any:
 
 
 def needs_admin(handler: Callable) -> Callable:
-    """A route that needs the administrator's key, if the server has one."""
+    """Let ``handler`` answer only with the administrator's key, if the server has one."""
     return auth_level(AuthLevel.ADMIN_OPTIONAL)(handler)

@@ -1,4 +1,7 @@
-"""An engine in somebody else's process, which has an event loop: what RL frameworks ask of one, in SGLang's terms."""
+"""An engine in somebody else's process, which has an event loop: what RL frameworks ask of one, in SGLang's terms.
+
+SGLang 0.5.16 has ``LocalSerializedTensor`` in ``model_runner_components.weight_updater``.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,11 @@ from sglang_pat.messages import BeginRound, EndRound
 __all__ = ["InProcessEngine", "init_custom_process_group"]
 
 SPARED = 7
-"""SGLang takes no prompt of the last six tokens of its context, and ends an answer one token before it."""
+"""Tokens added to the context: SGLang takes no prompt of its last six, and ends an answer one token before it."""
 
 
 class InProcessEngine:
-    """After :func:`sglang_pat.server.attach.attach`: SGLang's own ``Engine``, which is adaptive then.
+    """SGLang's own ``Engine``, which is adaptive after :func:`sglang_pat.server.attach.attach`.
 
     Args:
         arguments: SGLang's server arguments by name; ``tp_size``: GPUs that the engine owns; ``context_length``:
@@ -64,11 +67,11 @@ class InProcessEngine:
         )  # fmt: skip
 
     def announce_round(self, message: BeginRound | EndRound) -> None:
-        """What is asked for from now on belongs together, or is no round's any more."""
+        """Begin a round, to which all later requests belong, or end it."""
         self._manager.pat_send_round(message)
 
     async def pause(self, mode: str) -> None:
-        """``abort``, ``retract`` or ``in_place``."""
+        """Pause generation; ``mode`` is ``abort``, ``retract`` or ``in_place``."""
         await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
 
     async def resume(self) -> None:
@@ -78,7 +81,7 @@ class InProcessEngine:
         await self._manager.flush_cache()
 
     async def release_memory(self, tags: list[str]) -> None:
-        """``weights``, ``kv_cache``; nothing without the memory saver."""
+        """Release what ``tags`` name (``weights``, ``kv_cache``); nothing without the memory saver."""
         if tags and self._manager.server_args.enable_memory_saver:
             await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
 
@@ -89,7 +92,7 @@ class InProcessEngine:
     async def join_update_group(
         self, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str
     ) -> None:
-        """All ranks join the trainer's group ``name``, the first as rank ``rank_offset``."""
+        """Have all ranks join the trainer's group ``name``, the first as rank ``rank_offset``."""
         request = InitWeightsUpdateGroupReqInput(
             master_address=address, master_port=port, rank_offset=rank_offset, world_size=world_size, group_name=name,
             backend=backend,
@@ -97,21 +100,21 @@ class InProcessEngine:
         _check_success(await self._manager.init_weights_update_group(request, None))
 
     async def receive_weight(self, group: str, name: str, dtype: str, shape: list[int], flush: bool) -> None:
-        """One parameter, which rank 0 of the group broadcasts at the same time."""
+        """Receive one parameter, which rank 0 of the group broadcasts at the same time."""
         request = UpdateWeightsFromDistributedReqInput(
             names=[name], dtypes=[dtype], shapes=[shape], group_name=group, flush_cache=flush
         )
         _check_success(await self._manager.update_weights_from_distributed(request, None))
 
     async def open_weight(self, name: str, handles: list[Any], flush: bool) -> None:
-        """One parameter; ``handles``: for each rank, what unpickles to the tensor in its process."""
+        """Load one parameter; ``handles`` has for each rank what unpickles to the tensor in its process."""
         values = [MultiprocessingSerializer.serialize(handle) for handle in handles]
         tensor = MultiprocessingSerializer.serialize([(name, LocalSerializedTensor(values=values))])
         request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=[tensor] * self._ranks, flush_cache=flush)
         _check_success(await self._manager.update_weights_from_tensor(request, None))
 
     async def status(self) -> dict[str, Any]:
-        """What ``GET /pat/status`` returns of a server."""
+        """The answer of ``GET /pat/status``."""
         return await self._manager.pat_status()
 
 

@@ -1,6 +1,10 @@
 """SGLang's KV pools: which slots are free, which slots a request has, and the buffers themselves.
 
 Slots of a request are int64 ``[tokens]``, in the order of its tokens; the last token has none yet.
+
+SGLang 0.5.16 has ``kv_allocated_len`` in ``Req.kv`` (``ReqKvInfo``), which is None until KV is allocated, and 0.5.23
+also ``req_pool_idx``, ``kv_committed_len`` and ``cache_protected_len``.  Its scheduler's components keep the allocator,
+too: :func:`set_allocator` would make them anew.
 """
 
 from __future__ import annotations
@@ -37,12 +41,12 @@ class KvBuffers:
 
     @property
     def dims(self) -> tuple[int, int]:
-        """Elements of a head in K and in V."""
+        """Number of elements of a head in K and in V."""
         return self.k[0].shape[2], self.v[0].shape[2]
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot in one layer."""
+        """Size of one slot in one layer, in bytes."""
         return self.k[0][0].nbytes + self.v[0][0].nbytes
 
 
@@ -51,7 +55,7 @@ def read_buffers(pool: MHATokenToKVPool) -> KvBuffers:
 
 
 def find_reason_against(pool: Any) -> str | None:
-    """Why this pool's KV cannot cross a switch; None if it can."""
+    """Reason why this pool's KV cannot cross a switch; None if it can."""
     return None if isinstance(pool, MHATokenToKVPool) else f"its KV pool is a {type(pool).__name__}"
 
 
@@ -102,7 +106,7 @@ def set_allocator(scheduler: SglangScheduler, allocator: TokenToKVPoolAllocator)
 
 
 def clear_pools(scheduler: SglangScheduler) -> None:
-    """No request has a slot, and the tree is empty."""
+    """Empty the tree, and free the slots of all requests."""
     scheduler.tree_cache.reset()
     scheduler.token_to_kv_pool_allocator.clear()
     scheduler.req_to_token_pool.clear()
@@ -124,13 +128,13 @@ def free_slots(scheduler: SglangScheduler, slots: np.ndarray) -> None:
 
 
 def count_used_slots(scheduler: SglangScheduler) -> tuple[int, int]:
-    """Slots that are taken, and all."""
+    """Number of slots that are taken, and of all."""
     allocator = scheduler.token_to_kv_pool_allocator
     return allocator.size - allocator.available_size(), allocator.size
 
 
 def count_lines(scheduler: SglangScheduler) -> int:
-    """Requests that can run at once."""
+    """Number of requests that can run at once."""
     return min(scheduler.req_to_token_pool.size, scheduler.max_running_requests)
 
 
@@ -150,35 +154,35 @@ def check_sums(scheduler: SglangScheduler) -> None:
 
 
 def count_kv(req: Req) -> int:
-    """Tokens of ``req`` that have KV, if it runs."""
+    """Number of tokens of ``req``, which runs, that have KV."""
     return req.kv_committed_len
 
 
 def get_line(req: Req) -> int | None:
-    """Its line in the table of running requests; None if it has none."""
+    """The line of ``req`` in the table of running requests; None if it has none."""
     return req.req_pool_idx
 
 
 def lose_kv(req: Req) -> None:
-    """Its KV is lost: it goes back to the queue as tokens."""
+    """Make ``req``, whose KV is lost, ready to go back to the queue as tokens."""
     assign(req, req_pool_idx=None)
     req.reset_for_retract()
     requests.drop_piece_logprobs(req)
 
 
 def describe_account(req: Req) -> tuple:
-    """What SGLang decides by about one request."""
+    """Values by which SGLang decides about one request, the same on all ranks of a group."""
     entered, outputs = requests.get_entry_time(req), requests.count_output(req)
     return req.rid, req.priority, entered, outputs, count_kv(req), req.cache_protected_len
 
 
 def read_line(scheduler: SglangScheduler, req: Req) -> torch.Tensor:
-    """Slots of a request that runs, on the device."""
+    """Slots of a request that runs, int64 ``[tokens]`` on the device."""
     return scheduler.req_to_token_pool.req_to_token[get_line(req), : count_kv(req)]
 
 
 def read_rows(scheduler: SglangScheduler, reqs: Sequence[Req]) -> list[np.ndarray]:
-    """Slots of requests that run, in host memory; one read of the device for all."""
+    """Slots of requests that run, int64 ``[tokens]`` each in host memory; one read of the device for all."""
     lengths = [count_kv(req) for req in reqs]
     places = upload([get_line(req) for req in reqs], torch.int64, scheduler.device)
     table = download(scheduler.req_to_token_pool.req_to_token[places, : max(lengths)])
@@ -201,7 +205,7 @@ def write_rows(scheduler: SglangScheduler, reqs: Sequence[Req], rows: Sequence[n
 
 
 def _write_kv(req: Req, slots: torch.Tensor) -> None:
-    """Say where the KV of a request lies that is about to decode."""
+    """Write where the KV lies of a request that is about to decode."""
     length = len(slots)
     assign(
         req,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def make_shard_specs(model: torch.nn.Module) -> dict[str, ShardSpec]:
-    """How each parameter of ``model`` is sharded, by parameter name.
+    """The :class:`ShardSpec` of each parameter of ``model``, by parameter name.
 
     Raises:
         ShardError: a sharded layer of a class that is not known here.
@@ -52,8 +52,7 @@ def make_shard_specs(model: torch.nn.Module) -> dict[str, ShardSpec]:
 
 
 def list_checkpoint_parts(module: torch.nn.Module, spec: ShardSpec) -> dict[str | int | None, int]:
-    """What a checkpoint may have for a sharded parameter: SGLang's shard id of each part, and its length along the
-    sharded dimension."""
+    """Length along the sharded dimension of each part that a checkpoint may have, by SGLang's shard id."""
     if isinstance(module, VocabParallelEmbedding):
         return {None: module.org_vocab_size}
     ids: Sequence[str | int | None] = (None,)
@@ -67,7 +66,7 @@ def list_checkpoint_parts(module: torch.nn.Module, spec: ShardSpec) -> dict[str 
 
 
 def _make_spec(module_name: str, module: torch.nn.Module, name: str) -> ShardSpec:
-    """How the parameter ``name`` of ``module`` is sharded."""
+    """The :class:`ShardSpec` of the parameter ``name`` of ``module``."""
     if isinstance(module, FusedMoE):
         if why := find_reason_against(module):
             raise ShardError(module_name, module.moe_tp_size, *why)
@@ -100,24 +99,24 @@ def _make_spec(module_name: str, module: torch.nn.Module, name: str) -> ShardSpe
 
 
 def list_attention_heads(model: torch.nn.Module) -> list[tuple[str, int]]:
-    """Name of each attention layer, and the KV heads that it has on this rank."""
+    """Name of each attention layer, and the number of KV heads that it has on this rank."""
     return [
         (name, module.tp_k_head_num) for name, module in model.named_modules() if isinstance(module, RadixAttention)
     ]
 
 
 def get_weight_loader(param: torch.nn.Parameter) -> Callable[..., Any]:
-    """Writes what a checkpoint has into this rank's shard of ``param``."""
+    """The function that writes what a checkpoint has into this rank's shard of ``param``."""
     return getattr(param, "weight_loader", default_weight_loader)
 
 
 def count_experts(module: torch.nn.Module) -> int:
-    """Experts of the layer; 0 if it is none of experts."""
+    """Number of experts of the layer; 0 if it has none."""
     return module.num_experts if isinstance(module, FusedMoE) else 0
 
 
 def has_experts(model: torch.nn.Module) -> bool:
-    """Whether it is a mixture."""
+    """Whether ``model`` is a mixture of experts."""
     return any(isinstance(module, FusedMoE) for module in model.modules())
 
 
@@ -127,12 +126,12 @@ def has_dummy_weights(scheduler: SglangScheduler) -> bool:
 
 
 def count_words(module: torch.nn.Module) -> int | None:
-    """Words of the vocabulary that the layer embeds, without SGLang's padding; None if it is no such layer."""
+    """Number of words that the layer embeds, without SGLang's padding; None if it embeds none."""
     return module.org_vocab_size if isinstance(module, VocabParallelEmbedding) else None
 
 
 def is_packed(module: torch.nn.Module) -> bool:
-    """Whether SGLang has packed its weights for AMX."""
+    """Whether SGLang has packed the weights of ``module`` for AMX."""
     return getattr(module, "use_intel_amx_backend", False)
 
 
@@ -140,7 +139,7 @@ def is_packed(module: torch.nn.Module) -> bool:
 
 
 class _NoDraws(TorchFunctionMode):
-    """Layers of torch's own draw first values (an embedding of positions): one element cannot take them."""
+    """A mode in which torch's own layers draw no first values, which one element cannot take (embedded positions)."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if getattr(func, "__module__", None) == "torch.nn.init" and func.__name__ != "constant_":
@@ -150,7 +149,7 @@ class _NoDraws(TorchFunctionMode):
 
 @contextmanager
 def _skip_allocation() -> Iterator[None]:
-    """Parameters that modules register meanwhile keep shape, dtype and device, but hold their first element only.
+    """Have parameters that modules register inside the block keep shape, dtype and device, but hold one element.
 
     Its value stays: constructors look at it.  SGLang's Transformers backend tells a norm that multiplies by its weight
     (first values of 1) from one that multiplies by 1 more (of 0) that way.
@@ -172,7 +171,7 @@ def _skip_allocation() -> Iterator[None]:
 
 
 def build_model(model_config, load_config, device: str) -> torch.nn.Module:
-    """SGLang's model object under the groups that are installed now; its parameters hold no memory."""
+    """Build SGLang's model under the groups that are installed now; its parameters hold no memory."""
     quantization = _get_quantization_config(model_config, load_config)
     with _skip_allocation(), set_default_torch_dtype(model_config.dtype), torch.device(device):
         model = _initialize_model(model_config, load_config, quantization).eval()
@@ -212,7 +211,7 @@ def divide_layer(
 class PiecewiseLinear(UnquantizedLinearMethod):
     """The linear method of a layer whose rows lie in several pieces of the base layer's weight.
 
-    It has the weight and the bias; the layer itself has neither.
+    It holds the weight and the bias; the layer itself has neither.
 
     Attributes:
         weights: the pieces, transposed: ``[in, out_i]`` each.
@@ -225,7 +224,7 @@ class PiecewiseLinear(UnquantizedLinearMethod):
     at_once: Pieces | None = None
 
     def set_pieces(self, weights: list[torch.Tensor], biases: list[torch.Tensor] | None) -> None:
-        """Multiply by these from now on: ``[out_i, in]`` and ``[out_i]`` each."""
+        """Multiply by these pieces from now on, ``[out_i, in]`` and ``[out_i]`` each."""
         self.weights, self.biases = [weight.t() for weight in weights], biases
         if weights[0].is_cuda:
             from sglang_pat.rank.pieces_triton import make_pieces
@@ -233,12 +232,12 @@ class PiecewiseLinear(UnquantizedLinearMethod):
             self.at_once = make_pieces(weights, biases)
 
     def compile(self) -> None:
-        """On a GPU: have what multiplies at once compiled, for every number of tokens."""
+        """Compile :attr:`at_once`, on a GPU, for every number of tokens."""
         if self.at_once is not None:
             self.at_once.compile()
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``[..., in]`` to ``[..., sum of out_i]``."""
+        """The layer's output, ``[..., sum of out_i]``, for ``x``, ``[..., in]``."""
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         if self.at_once is not None and 0 < len(rows) <= self.at_once.most_tokens:
             out = self.at_once.multiply(rows)
@@ -247,14 +246,14 @@ class PiecewiseLinear(UnquantizedLinearMethod):
         return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
 
     def _multiply_on_cpu(self, rows: torch.Tensor) -> torch.Tensor:
-        """On a CPU, where to write into columns costs more than to copy there (bench/tail_weights.py)."""
+        """Multiply and concatenate: writing into columns costs more on a CPU than copying (bench/tail_weights.py)."""
         if self.biases is None:
             return torch.cat([torch.mm(rows, weight) for weight in self.weights], dim=1)
         pairs = zip(self.biases, self.weights, strict=True)
         return torch.cat([torch.addmm(bias, rows, weight) for bias, weight in pairs], dim=1)
 
     def _multiply_on_gpu(self, rows: torch.Tensor) -> torch.Tensor:
-        """On a GPU: one kernel a piece and no other."""
+        """Multiply with one kernel a piece and no other."""
         widths = [weight.shape[1] for weight in self.weights]
         out = rows.new_empty(len(rows), sum(widths))
         for i, part in enumerate(out.split(widths, dim=1)):
@@ -266,9 +265,9 @@ class PiecewiseLinear(UnquantizedLinearMethod):
 
 
 def compile_layers(model: torch.nn.Module, device: str) -> None:
-    """Have what is compiled on first use compiled now, not in the first step after a switch: SGLang's ``torch.compile``
-    of the sharded embedding and of the sum over a token's experts, once for one token and once for several, and our
-    products of weights in pieces.
+    """Compile now what would be compiled in the first step after a switch: SGLang's ``torch.compile`` of the
+    sharded embedding and of the sum over a token's experts, once for one token and once for several, and our products
+    of weights in pieces.
 
     Not on a CPU, see ``run_rank``.  All ranks of a group together.
     """

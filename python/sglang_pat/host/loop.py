@@ -1,4 +1,8 @@
-"""SGLang's event loop: the requests that it holds, the step in flight, and what it counts."""
+"""SGLang's event loop: the requests that it holds, the step in flight, and what it counts.
+
+SGLang 0.5.16 passes ``running_batch`` and ``last_batch`` through ``get_next_batch_to_run``, which returns a
+``NextBatchPlan``; ``cur_batch`` is ``cur_batch_for_debug``.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +51,12 @@ def drop_ended_batch(scheduler: SglangScheduler) -> None:
 
 
 def is_idle(scheduler: SglangScheduler) -> bool:
-    """Whether it has no request."""
+    """Whether the scheduler has no request."""
     return scheduler.is_fully_idle()
 
 
 def is_paused(scheduler: SglangScheduler) -> bool:
-    """Whether no step may begin: a client has paused it, or it holds."""
+    """Whether no step may begin: a client has paused the scheduler, or it holds."""
     return scheduler._engine_paused
 
 
@@ -74,7 +78,7 @@ def list_requests(scheduler: SglangScheduler) -> tuple[list[Req], list[Req]]:
 
 
 def count_waiting(scheduler: SglangScheduler) -> int:
-    """Requests that wait, as :func:`list_requests` has them."""
+    """Number of requests that wait, as :func:`list_requests` has them."""
     compiling = scheduler.grammar_manager.grammar_queue
     return len(scheduler.waiting_queue) + len(compiling) + (scheduler.chunked_req is not None)
 
@@ -96,7 +100,7 @@ def list_running_with_last(scheduler: SglangScheduler) -> list[Req]:
 
 
 def count_decoding_tokens(scheduler: SglangScheduler) -> int:
-    """Tokens that the next decode step attends to."""
+    """Number of tokens that the next decode step attends to."""
     decoding = scheduler.running_batch
     return int(decoding.seq_lens_sum or 0) if decoding.reqs else 0
 
@@ -107,20 +111,20 @@ def get_chunked(scheduler: SglangScheduler) -> Req | None:
 
 
 def get_chunk_size(scheduler: SglangScheduler) -> int:
-    """Tokens of a piece at most; 0 where prompts are computed whole."""
+    """Most tokens of a piece of a prompt; 0 where prompts are computed whole."""
     return scheduler.chunked_prefill_size or 0
 
 
 def get_max_running(scheduler: SglangScheduler) -> int:
-    """Requests that decode at once, at most."""
+    """Most requests that decode at once."""
     return scheduler.max_running_requests
 
 
 def set_requests(scheduler: SglangScheduler, queued: list[Req], compiling: list[Req]) -> None:
-    """Make these all requests that it has: none runs, and none is in the middle of a prefill.
+    """Make these all requests of the scheduler: none runs, and none is in the middle of a prefill.
 
     Args:
-        queued, compiling: those that wait for a prefill, and for their grammar.
+        queued, compiling: requests that wait for a prefill, and for their grammar.
     """
     assign(
         scheduler,
@@ -138,7 +142,7 @@ def set_waiting(scheduler: SglangScheduler, queued: list[Req], compiling: list[R
 
 
 def set_running(scheduler: SglangScheduler, batch: ScheduleBatch) -> None:
-    """Have this batch decode next."""
+    """Make ``batch`` the one that decodes next."""
     assign(scheduler, running_batch=batch)
 
 
@@ -159,7 +163,7 @@ whatever has counted their steps or read their clocks.  What else must be equal 
 """
 
 _STEP_MARKS = ("profiler_start_forward_ct", "profiler_target_forward_ct")
-"""Counted in steps of this rank: they move along when ``forward_ct`` does."""
+"""Attributes counted in steps of this rank, which move along when ``forward_ct`` does."""
 
 
 def read_counters(scheduler: SglangScheduler) -> dict[str, Any]:
@@ -168,7 +172,7 @@ def read_counters(scheduler: SglangScheduler) -> dict[str, Any]:
 
 
 def write_counters(scheduler: SglangScheduler, values: dict[str, Any]) -> None:
-    """Hold what :func:`read_counters` has read from the leader."""
+    """Write the values that :func:`read_counters` has read on the leader."""
     for name in _STEP_MARKS:
         if (mark := getattr(scheduler, name, None)) is not None:
             assign(scheduler, **{name: mark + values["forward_ct"] - scheduler.forward_ct})
@@ -178,7 +182,7 @@ def write_counters(scheduler: SglangScheduler, values: dict[str, Any]) -> None:
 
 
 def find(root: Any, path: str) -> Any:
-    """The attribute at this dotted path, or None."""
+    """The attribute of ``root`` at this dotted path, or None."""
     for name in path.split("."):
         root = getattr(root, name, None)
     return root

@@ -22,11 +22,11 @@ class Saver:
         return self._adapter.enabled
 
     def release(self) -> None:
-        """Give away what lies in KV pool and weights, which loses its contents."""
+        """Release the memory of KV pool and weights, which lose their contents."""
         for tag in TAGS:
             self._adapter.pause(tag)
 
     def resume(self) -> None:
-        """Have memory there again, at the same addresses."""
+        """Take memory back, at the same addresses."""
         for tag in TAGS:
             self._adapter.resume(tag)

@@ -1,4 +1,7 @@
-"""What a rank sends: tokens to the detokenizer, and replies to the TokenizerManager."""
+"""Outputs of a rank: tokens to the detokenizer, and replies to the TokenizerManager.
+
+SGLang 0.5.16 sends both from components of its scheduler, which hold the sockets.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class ControlSender:
     which merges those of all leaders into one.
 
     Args:
-        send: to the coordinator.
+        send: sends a reply to the coordinator.
         end_waiting: called with the word that a waiting request is aborted, in place of sending it, where that would
             overtake tokens of the request.
     """

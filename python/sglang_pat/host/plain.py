@@ -1,4 +1,4 @@
-"""SGLang's own server, of a plain engine."""
+"""SGLang's own launcher, for a plain engine."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def run_rank(
     parent_pid: int,
     pipe_writer,
 ) -> None:
-    """A rank's process: build the scheduler, report readiness, run SGLang's event loop.
+    """Run a rank's process: build the scheduler, report readiness, run SGLang's event loop.
 
     Any exception ends the whole engine, so no client waits for a rank that is gone.
     """
@@ -80,7 +80,7 @@ def run_rank(
 class AdaptiveDetokenizerManager(DetokenizerManager):
     """SGLang's detokenizer behind an :class:`OrderedReceiver`.
 
-    A batch of tokens that it cannot handle ends the engine: its requests would never end.  Whatever else is dropped.
+    A batch of tokens that it cannot handle ends the engine: its requests would never end.  Other messages are dropped.
     """
 
     def init_ipc_channels(self, port_args: PortArgs, server_args: AdaptiveServerArgs) -> None:
@@ -95,5 +95,5 @@ class AdaptiveDetokenizerManager(DetokenizerManager):
 
 
 def run_detokenizer(server_args: AdaptiveServerArgs, port_args: PortArgs, parent_pid: int, pipe_writer) -> None:
-    """The detokenizer's process; it has nothing to report."""
+    """Run the detokenizer's process, which has nothing to report."""
     run_detokenizer_process(server_args, port_args, AdaptiveDetokenizerManager)

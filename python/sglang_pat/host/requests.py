@@ -1,7 +1,8 @@
-"""One request of SGLang's: what others read of it, and its whole state, read on one rank and restored on another.
+"""SGLang's ``Req``: values that others read of it, and its whole state, read on one rank and restored on another.
 
 SGLang (0.5.12) keeps all of it in attributes of ``Req``.  Where a request's KV lies is in ``host/kv.py`` and
-``host/tree.py``.
+``host/tree.py``.  SGLang 0.5.16 has logprobs in ``Req.logprob`` (``ReqLogprob``), ``output_ids`` in an ``array("q")``,
+and ``full_untruncated_fill_ids`` with ``extend_range`` for ``fill_ids``.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ def get_name(req: Req) -> str:
 
 
 def count_prompt(req: Req) -> int:
-    """Tokens of the prompt."""
+    """Number of tokens of the prompt."""
     return len(req.origin_input_ids)
 
 
 def count_output(req: Req) -> int:
-    """Tokens generated so far."""
+    """Number of tokens generated so far."""
     return len(req.output_ids)
 
 
 def count_tokens(req: Req) -> int:
-    """Tokens of prompt and output."""
+    """Number of tokens of prompt and output."""
     return req.seqlen
 
 
@@ -64,12 +65,12 @@ def has_ended(req: Req) -> bool:
 
 
 def is_in_pieces(req: Req) -> bool:
-    """Whether some pieces of its prompt are computed, and not all."""
+    """Whether some pieces of the prompt are computed, and not all."""
     return bool(req.extend_batch_idx) and not req.output_ids
 
 
 def get_entry_time(req: Req) -> float:
-    """When it came into the queue, by which priority scheduling sorts."""
+    """Time at which ``req`` came into the queue, in seconds, by which priority scheduling sorts."""
     return req.time_stats.wait_queue_entry_time
 
 
@@ -78,13 +79,15 @@ def set_entry_time(req: Req, at: float) -> None:
 
 
 def is_answer_due(req: Req) -> bool:
-    """Whether it has ended and its client has not been told; a health probe is no request."""
+    """Whether ``req``, no health probe, has ended and its client has not been told."""
     return req.finished() and not req.finished_output and HEALTH_CHECK_RID_PREFIX not in req.rid
 
 
 def is_cut_off(req: Req, full: bool) -> bool:
-    """Whether its end says nothing of how long it would have become: it was aborted, or ended for its length and is
-    ``full``, as long as it may be."""
+    """Whether the end of ``req`` says nothing of how long it would have become.
+
+    It was aborted, or has ended for its length and is ``full``, as long as it may be.
+    """
     return isinstance(req.finished_reason, FINISH_ABORT) or (full and isinstance(req.finished_reason, FINISH_LENGTH))
 
 
@@ -92,7 +95,7 @@ def is_cut_off(req: Req, full: bool) -> bool:
 
 
 def mark_own_prefix(req: Req) -> None:
-    """What a waiting request finds in the tree is its own, and does not count as a hit of the cache."""
+    """Have SGLang count no cache hit for what ``req``, which waits, finds in the tree: it is its own."""
     assign(req, retracted_stain=req.retracted_stain or bool(req.output_ids or req.extend_batch_idx))
 
 
@@ -109,7 +112,7 @@ def drop_piece_logprobs(req: Req) -> None:
 
 @contextmanager
 def keep_piece_logprobs(waiting: Sequence[Req]) -> Iterator[None]:
-    """Inside, SGLang makes a batch of some of ``waiting``.
+    """Keep the logprobs of prompts in pieces while SGLang, inside the block, makes a batch of some of ``waiting``.
 
     It takes no KV from the tree of tokens whose logprobs are asked for, and computes both.  Of a prompt in pieces that
     a switch has brought the logprobs are there.
@@ -125,12 +128,12 @@ def keep_piece_logprobs(waiting: Sequence[Req]) -> Iterator[None]:
 
 
 def get_pending_end(req: Req) -> Any | None:
-    """The reason for which it is to end with its next step; None if it goes on."""
+    """The reason for which ``req`` is to end with its next step; None if it goes on."""
     return req.to_finish
 
 
 def abort(req: Req, reason: Any) -> None:
-    """End it for the ``reason`` that :func:`get_pending_end` gave."""
+    """End ``req`` for the ``reason`` that :func:`get_pending_end` gave."""
     req.set_finish_with_abort(reason.message)
 
 
@@ -151,7 +154,7 @@ CARRIED = (
     "input_token_logprobs temp_input_top_logprobs_val temp_input_top_logprobs_idx "
     "temp_input_token_ids_logprobs_val temp_input_token_ids_logprobs_idx"
 ).split()
-"""Attributes that go over as they are."""
+"""Attributes of ``Req`` that go over as they are."""
 
 LATE = frozenset({"cur_decode_ids_len", "input_top_logprobs_val"})
 """Attributes that SGLang makes on first use: a fresh request does not have them."""
@@ -162,7 +165,7 @@ stretch of some tokens at a time, and does not look at it again."""
 
 
 def seal(given: TokenizedGenerateReqInput, prompt: array) -> bytes:
-    """What of a request never changes, pickled: as the TokenizerManager sent it, and its prompt's token ids."""
+    """Pickle what never changes in a request: the message of the TokenizerManager, and the prompt's token ids."""
     request = copy.copy(given)
     assign(request, input_ids=None)  # the prompt has them
     return pickle.dumps((request, prompt), pickle.HIGHEST_PROTOCOL)
@@ -193,7 +196,7 @@ def read_times(req: Req) -> dict[str, float]:
 
 
 def count_sent_logprobs(req: Req, name: str, length: int) -> int:
-    """How many of the ``length`` entries of ``name``, one of :data:`LOGPROBS`, its client has."""
+    """Number of the ``length`` entries of ``name``, one of :data:`LOGPROBS`, that the client has."""
     if name.startswith("input_"):
         return length if req.input_logprob_sent else 0
     # SGLang's count is at least one, also after an output without tokens.
@@ -201,7 +204,7 @@ def count_sent_logprobs(req: Req, name: str, length: int) -> int:
 
 
 def write_state(req: Req, output: array, state: dict[str, Any], times: dict[str, float]) -> None:
-    """Give a fresh ``req`` what :func:`read_state` and :func:`read_times` have read from another."""
+    """Write into a fresh ``req`` what :func:`read_state` and :func:`read_times` have read from another."""
     tokens = output.tolist()
     assign_many(req, state | {"output_ids": tokens}, LATE)
     assign_many(req.time_stats, times)

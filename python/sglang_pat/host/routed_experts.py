@@ -28,15 +28,17 @@ from sglang_pat.switch.plan import GroupPlan, LiveRequest, list_slots_once, matc
 
 
 class RoutedExperts(RoutedExpertsCapturer):
-    """SGLang's, with tables that go through switches, and of small integers: a quarter of the memory, or half.
+    """SGLang's ``RoutedExpertsCapturer`` with tables that go through switches, of small integers.
+
+    Tables take a quarter of the memory, or half.
 
     Life cycle of a switch: every old leader calls :meth:`publish`; after that, in any order, every new leader
     :meth:`plan_copy`; and when all are through, every rank :meth:`turn`.  Rows come after that; the next
     :meth:`publish` waits until they are there.
 
     Args:
-        slots: of the layout that has most of them; ``step``: tokens of a step at most.
-        group: all ranks, of one machine.
+        slots: KV slots of the layout that has most of them; ``step``: most tokens of a step.
+        group: the group of all ranks, on one machine.
 
     Raises:
         OSError: a rank cannot see another's memory, or there is not enough of it.
@@ -48,7 +50,7 @@ class RoutedExperts(RoutedExpertsCapturer):
         self._dtype = torch.uint8 if model_config.hf_text_config.num_experts <= 256 else torch.int16
         self._shape = slots, self.num_layers, self.topk_size
         self._places = -(-int(np.prod(self._shape)) * self._dtype.itemsize // 8)
-        """Where the list of slots begins behind a table, in its own type, int64."""
+        """Place where the list of slots begins behind a table, in elements of its own type, int64."""
         self._windows = Windows(group, (self._places + slots) * 8)
         self._windows.reserve(self._windows.capacity)
         self._rank, self._which = dist.get_rank(group), 0
@@ -58,7 +60,7 @@ class RoutedExperts(RoutedExpertsCapturer):
         assign(self.host_cache, buffer=self._tables[0])
 
     def _get_rows(self, rank: int, which: int) -> torch.Tensor:
-        """``[slots, layers, experts per token]``."""
+        """Table ``which`` of ``rank``, ``[slots, layers, experts per token]``."""
         return self._windows.get_view(rank, which, 0, int(np.prod(self._shape)), self._dtype).view(self._shape)
 
     def _get_slots(self, rank: int, which: int) -> torch.Tensor:
@@ -75,7 +77,7 @@ class RoutedExperts(RoutedExpertsCapturer):
     # -- a switch --------------------------------------------------------------------------------------------
 
     def publish(self, live: Sequence[LiveRequest], rows: Sequence[np.ndarray]) -> None:
-        """Say in which slots this leader has the tokens that may move, each once.
+        """Tell all ranks in which slots this leader has the tokens that may move, each once.
 
         Args:
             live: what this group offers; ``rows``: KV slots of their tokens, int64 ``[tokens]`` each.
@@ -85,11 +87,11 @@ class RoutedExperts(RoutedExpertsCapturer):
         self._get_slots(self._rank, self._which)[: len(slots)] = torch.from_numpy(slots)
 
     def plan_copy(self, offers: Mapping[int, Sequence[LiveRequest]], plan: GroupPlan, place: np.ndarray) -> None:
-        """Which rows :meth:`turn` is to copy: of all tokens that come to the group which this rank will lead.
+        """Plan the rows that :meth:`turn` copies: of all tokens that come to the group which this rank will lead.
 
         Args:
             offers: what each old leader offers.
-            plan: of the group; ``place``: slot of this rank for each slot of the plan.
+            plan: the group's plan; ``place``: slot of this rank for each slot of the plan.
         """
         which = self._which
 
@@ -103,7 +105,7 @@ class RoutedExperts(RoutedExpertsCapturer):
         self._fill = fill, place
 
     def turn(self, leads: bool) -> None:
-        """From now on the other table is in use; if this rank ``leads`` a group, its rows come now."""
+        """Use the other table from now on, and begin to copy its rows if this rank ``leads`` a group."""
         self._which = 1 - self._which
         table = self._tables[self._which]
         assign(self.host_cache, buffer=table)

@@ -1,5 +1,8 @@
 """SGLang's model runner and TP worker, on one world of N ranks instead of one world per replica; and what of the runner
 belongs to a layout.
+
+SGLang 0.5.16 builds ``ModelRunner(ps=...)`` from a frozen ``ParallelState``, has CUDA graphs in ``runner/`` and
+``runner_backend/``, and no ``cuda_graph_bs``.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ RESOURCE_MAKERS = (
     (ModelRunner, "init_device_graphs"),
     (ModelRunner, "init_attention_backend"),
 )
-"""What makes process groups, pools, graphs (and so a second copy of their memory)."""
+"""Functions that make process groups, pools and graphs, and so a second copy of their memory."""
 
 
 class AdaptiveModelRunner(MendedModelRunner):
@@ -56,7 +59,7 @@ class AdaptiveModelRunner(MendedModelRunner):
         super().__init__(server_args=server_args, **kwargs)
 
     def init_routed_experts_capturer(self) -> None:
-        """Ours, with a row for each slot of the layout that has most of them; all ranks together."""
+        """Make our table of routed experts, with a row for each slot of the largest layout; all ranks together."""
         self.routed_experts: RoutedExperts | None = None
         if self.server_args.enable_return_routed_experts:
             assert self.page_size is not None, "SGLang has chosen it"
@@ -75,7 +78,7 @@ class AdaptiveModelRunner(MendedModelRunner):
         set_global_experts_capturer(self.routed_experts)
 
     def _count_step_tokens(self) -> int:
-        """Tokens of a step at most."""
+        """Most tokens of a step."""
         args = self.server_args
         whole = args.chunked_prefill_size is None or args.chunked_prefill_size <= 0
         prompts = max(args.max_prefill_tokens, self.model_config.context_len) if whole else args.chunked_prefill_size
@@ -90,7 +93,7 @@ class AdaptiveModelRunner(MendedModelRunner):
             os.sched_setaffinity(0, cores[self.rank * share : (self.rank + 1) * share])
 
     def init_torch_distributed(self) -> float:
-        """One world of N ranks with pooled groups; returns the free memory before loading, in GB."""
+        """Join one world of N ranks, with pooled groups; returns the free memory before loading, in GB."""
         sharing.allow_sharing(self.rank)
         shm.register()
         rendezvous.register()
@@ -184,13 +187,13 @@ def get_runner(worker: AdaptiveTpModelWorker) -> AdaptiveModelRunner:
 
 
 def describe(runner: AdaptiveModelRunner) -> tuple[str, torch.dtype, int]:
-    """Its device, the dtype of its model, and the KV heads of the whole model."""
+    """The runner's device, and dtype and number of KV heads of the whole model."""
     assert runner.device is not None, "SGLang has chosen it"
     return runner.device, runner.dtype, runner.model_config.get_total_num_kv_heads()
 
 
 def find_reason_against(runner: AdaptiveModelRunner) -> str | None:
-    """Why the loaded model cannot cross a switch; None if nothing of it says so."""
+    """Reason why the loaded model cannot cross a switch; None if there is none."""
     windowed = runner.sliding_window_size is not None
     return kv.find_reason_against(runner.token_to_kv_pool) or (
         "its attention has a sliding window" if windowed else None
@@ -198,12 +201,12 @@ def find_reason_against(runner: AdaptiveModelRunner) -> str | None:
 
 
 def get_graph_sizes(runner: AdaptiveModelRunner, tp: int) -> Sequence[int]:
-    """Batches that get CUDA graphs at degree ``tp``; empty for none."""
+    """Sizes of the batches that get CUDA graphs at degree ``tp``; empty for none."""
     return runner.server_args.spec.graph_sizes[tp]
 
 
 def build_model(runner: AdaptiveModelRunner) -> torch.nn.Module:
-    """Its model under the groups that are installed now, without memory for parameters."""
+    """Build the runner's model under the groups that are installed now, without memory for parameters."""
     return layers.build_model(runner.model_config, runner.load_config, runner.device)
 
 
@@ -226,12 +229,12 @@ def build_parts(
     allocator: TokenToKVPoolAllocator,
     graph_sizes: Sequence[int],
 ) -> LayoutParts:
-    """Parts of a layout around its ``model`` and ``pool``, under the groups that are installed now.
+    """Build the parts of a layout around its ``model`` and ``pool``, under the groups that are installed now.
 
     The runner is pointed at them.
 
     Args:
-        graph_sizes: of the batches that get CUDA graphs; empty for none.
+        graph_sizes: sizes of the batches that get CUDA graphs; empty for none.
     """
     assign(
         runner,

@@ -5,6 +5,11 @@ to the coordinator, the handlers of ``Prepare``/``Compile``/``Switch``/``Cancel`
 :meth:`AdaptiveScheduler.enter_layout`, which makes it the scheduler of another TP group.
 
 What the methods do is in the modules that they call.
+
+SGLang 0.5.16 composes its scheduler of ``managers/scheduler_components``: ``recv_requests``, ``stream_output``, weight
+updates and the profiler are methods of those, and an override here would not be called (``guard`` refuses that).
+Components keep the group, the pool and the sockets of their making: :meth:`AdaptiveScheduler.enter_layout` would make
+them anew.
 """
 
 from __future__ import annotations
@@ -66,13 +71,13 @@ from sglang_pat.switch.order import OutputSender
 logger = logging.getLogger(__name__)
 
 HELD_POLL_MILLISECONDS = 20
-"""A leader that holds looks for requests this often: a bound on how long it sleeps, not a delay, as one wakes it."""
+"""Longest sleep of a leader that holds; a request wakes it."""
 
 RECAPTURE_REFUSED = "recapture_cuda_graph: not with --adaptive-tp, whose layouts keep their graphs; leave it out"
 
 
 def set_seed(seed: int) -> None:
-    """What SGLang's ``set_random_seed`` does, for the devices that are there.
+    """Do what SGLang's ``set_random_seed`` does, for the devices that are there.
 
     For each kind that is not, ``torch.manual_seed`` keeps the call and a printed stack for ever, which takes
     milliseconds.
@@ -159,7 +164,7 @@ class AdaptiveScheduler(MendedScheduler):
 
     @property
     def _engine_paused(self) -> bool:
-        """What SGLang's loops ask before each step: paused by a client, or held by the schedule."""
+        """Whether SGLang's loops make no step: paused by a client, or held by the schedule."""
         return self._paused_by_client or self.gate.closed
 
     @_engine_paused.setter
@@ -257,7 +262,7 @@ class AdaptiveScheduler(MendedScheduler):
         super()._add_request_to_queue(req, is_retracted)
 
     def construct(self, given: TokenizedGenerateReqInput, prompt: array, sealed: bytes) -> Req:
-        """A ``Req`` by SGLang's own path, but not queued; ``prompt`` and ``sealed`` as they came in its capsule."""
+        """Make a ``Req`` by SGLang's own path, without queueing it; ``prompt`` and ``sealed`` are from its capsule."""
         self._captured = []
         self._incoming, self._prompt, self._sealed = given, prompt, sealed
         try:
@@ -342,7 +347,7 @@ class AdaptiveScheduler(MendedScheduler):
         return super().profile(recv_req)
 
     def stop_profile(self, stage: ForwardMode | None = None) -> ProfileReqOutput | None:
-        """SGLang's, without its barrier: ranks of a group may have come together in the middle of a profile.
+        """Stop without SGLang's barrier: ranks of a group may have come together in the middle of a profile.
 
         The trace is named by this rank's number in the engine.
         """

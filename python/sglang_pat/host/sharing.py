@@ -1,4 +1,4 @@
-"""All ranks on one GPU: for the acceptance on a machine that has only one."""
+"""All ranks on one GPU (``SGLANG_PAT_SHARE_GPU``), for the acceptance on a machine that has only one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 SHARE_ENV = "SGLANG_PAT_SHARE_GPU"
-"""``1``: all ranks run on one GPU, for ``python -m sglang_pat.acceptance`` where there is only one.  They take turns
-there, and NCCL goes through sockets, so times of merged layouts and of switches mean nothing."""
+"""Environment variable: with ``1`` all ranks run on one GPU, for ``python -m sglang_pat.acceptance`` on a machine with
+one.  They take turns there, and NCCL goes through sockets, so times of merged layouts and of switches mean nothing."""
 
 
 def is_gpu_shared() -> bool:
@@ -21,7 +21,7 @@ def is_gpu_shared() -> bool:
 
 
 def allow_sharing(rank: int) -> None:
-    """Where all ranks run on one GPU: have them communicate as on several.  Before the first group is made.
+    """Have ranks that share one GPU communicate as on several; to be called before the first group is made.
 
     NCCL refuses two ranks of one machine on one GPU: for it, each rank is a machine.  SGLang's custom all-reduce
     refuses GPUs without NVLink between them: a GPU reaches its own memory without.

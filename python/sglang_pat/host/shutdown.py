@@ -1,4 +1,4 @@
-"""How an engine ends on a signal.
+"""The end of an engine on a signal.
 
 SIGTERM and SIGINT: running requests are aborted, so that their clients get what there is; then whoever handled the
 signal before (uvicorn, in a server) goes on, and ``launch_server`` ends the processes.  In a script with ``Engine``,
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ABORT_SECONDS = 3
-"""Longest that requests may take to be aborted: a switch may be under way."""
+"""Longest time for requests to be aborted: a switch may be under way."""
 ANSWER_SECONDS = 3
-"""Longest that clients may take to read the end of their answers; SGLang looks after a stream for two more."""
+"""Longest time for clients to read the end of their answers; SGLang looks after a stream for two seconds more."""
 LAST_WORDS_SECONDS = 1
-"""What processes have to say why they end, and Ray to pass it on, before they are killed."""
+"""Time for processes to say why they end, and for Ray to pass it on, before they are killed."""
 Handlers = dict[int, Any]
-"""By signal number, as ``signal.getsignal`` returns them."""
+"""Handlers by signal number, as ``signal.getsignal`` returns them."""
 
 
 class ShutdownSignalHandler(SignalHandler):
-    """SGLang's, but the end after a child's failure leaves nothing behind; SIGTERM is :class:`Shutdown`'s."""
+    """SGLang's handler, but the end after a child's failure leaves nothing behind; SIGTERM is :class:`Shutdown`'s."""
 
     def running_phase_sigquit_handler(self, signum=None, frame=None) -> None:
         _ignore_sigquit()
@@ -58,7 +58,7 @@ class ShutdownSignalHandler(SignalHandler):
 
 
 def end_if_a_child_fails() -> None:
-    """In place of SGLang's handler of SIGQUIT while it launches, which kills this process and leaves its folder.
+    """Replace SGLang's handler of SIGQUIT while it launches, which kills this process and leaves its folder.
 
     In another thread than the main one, as in a Ray actor, there can be no handler.  The signal is ignored there,
     since its default would end this process before anyone has read what the failed child said, and
@@ -80,7 +80,7 @@ class ChildrenWatchdog(SubprocessWatchdog):
     """
 
     over = False
-    """All end already."""
+    """Whether all processes are ending already."""
 
     def start(self) -> None:
         handled = threading.current_thread() is threading.main_thread()  # by a handler of a user, or of ours
@@ -98,7 +98,7 @@ class ChildrenWatchdog(SubprocessWatchdog):
 
 
 def make_watchdog(processes: list[Any], process_names: list[str] | None = None) -> SubprocessWatchdog:
-    """In place of SGLang's class where it launches: ours if there is one of our processes, else SGLang's."""
+    """Make the watchdog of a launch: ours if there is one of our processes, else SGLang's."""
     ours = any(process.name.startswith(NAMED) for process in processes)
     return (ChildrenWatchdog if ours else SubprocessWatchdog)(processes, process_names)
 
@@ -108,7 +108,7 @@ def _quit() -> None:
 
 
 def _ignore_sigquit() -> None:
-    """Each failed rank sends SIGQUIT, and so does the watchdog: the handler is not to be called within itself."""
+    """Ignore SIGQUIT, which each failed rank and the watchdog send: the handler is not to be called within itself."""
     with suppress(ValueError):  # in another thread than the main one, where there is no handler
         signal.signal(signal.SIGQUIT, lambda number, frame: None)
 
@@ -125,7 +125,7 @@ def _end_all() -> NoReturn:
 
 
 def get_handlers() -> Handlers:
-    """Who handles the signals now."""
+    """The handlers of the signals now."""
     return {number: signal.getsignal(number) for number in processes.ENDING}
 
 
@@ -133,7 +133,7 @@ class Shutdown:
     """Stands before the handlers that were there: aborts all requests, then lets them go on.
 
     Args:
-        before: :func:`get_handlers`, before SGLang set its own.
+        before: what :func:`get_handlers` gave before SGLang set its own.
     """
 
     def __init__(self, manager: TokenizerManager, before: Handlers) -> None:
@@ -154,7 +154,7 @@ class Shutdown:
         self._manager.event_loop.call_soon_threadsafe(self.begin, number)
 
     def begin(self, number: int) -> None:
-        """Once; a second signal while the first is at work has no effect."""
+        """Begin the end; a second signal while the first is at work has no effect."""
         if self._begun:
             return
         self._begun = True

@@ -1,4 +1,4 @@
-"""What happens to a request in the server, from its arrival to its last answer: in one class, from top to bottom.
+"""The way of a request through the server, from its arrival to its last answer: in one class, from top to bottom.
 
 SGLang's ``generate_request`` calls methods of :class:`RoutedTokenizerManager` in the order in which they stand here:
 
@@ -33,15 +33,15 @@ from sglang_pat.switch.order import AsyncOrderedReceiver
 logger = logging.getLogger(__name__)
 
 CLIENT_SECONDS = 4.0
-"""Time between two looks whether the client of a request at the gate is still there; SGLang's, of one that runs."""
+"""Time between two looks whether the client of a request at the gate is still there; as SGLang's for one that runs."""
 
 _held: list[RoutedTokenizerManager] = []
-"""To the end of the process, as SGLang's ``Engine`` holds its own: as garbage, which a start that failed leaves, its
-ZMQ context would wait for its sockets for ever."""
+"""Managers kept to the end of the process, as SGLang's ``Engine`` keeps its own: as garbage, which a start that failed
+leaves, the ZMQ context of one would wait for its sockets for ever."""
 
 
 class RoutedTokenizerManager(PausingTokenizerManager):
-    """SGLang's TokenizerManager in front of the coordinator.
+    """SGLang's ``TokenizerManager`` in front of the coordinator.
 
     Attributes:
         pat_weight_updates: number of weight updates so far.
@@ -50,7 +50,7 @@ class RoutedTokenizerManager(PausingTokenizerManager):
 
     pat_weight_updates = 0
     _pat_calibrates = False
-    """Requests other than made-up ones wait for the calibration."""
+    """Whether requests other than made-up ones wait for the calibration."""
 
     def __init__(self, server_args: Any, port_args: Any) -> None:
         _held.append(self)
@@ -70,7 +70,7 @@ class RoutedTokenizerManager(PausingTokenizerManager):
 
     @classmethod
     def pat_make(cls, server_args: Any, port_args: Any) -> Any:
-        """SGLang's ``init_tokenizer_manager`` with this class."""
+        """Do what SGLang's ``init_tokenizer_manager`` does, with this class."""
         return init_tokenizer_manager(server_args, port_args, cls)
 
     # -- the path of a request --------------------------------------------------------------------
@@ -89,8 +89,9 @@ class RoutedTokenizerManager(PausingTokenizerManager):
                 pass
 
     async def generate_request(self, obj: Any, request: Request | None = None) -> AsyncIterator[Any]:
-        """SGLang's, of a request that has been checked; an answer says how often weights had been updated.  At its end
-        nothing of ``obj`` goes on.
+        """Generate as SGLang does, once ``obj`` has been checked; answers say how often weights had been updated.
+
+        At its end nothing of ``obj`` goes on.
 
         Raises:
             ValueError: the request is not one that the engine takes; no rank has seen it.
@@ -117,19 +118,21 @@ class RoutedTokenizerManager(PausingTokenizerManager):
             raise ValueError(f"the request is malformed: {type(error).__name__}: {error}"[:300]) from None
 
     def pat_admit(self, obj: GenerateReqInput | EmbeddingReqInput, request: Request | None) -> None:
-        """Raises ValueError: ``obj`` is not a request that the engine takes."""
+        """Check ``obj``; raises ValueError if it is not a request that the engine takes."""
         request_validation.check_request(obj, None if request is None else request_validation.find_route(request))
         request_validation.drop_unknown_labels(obj, self.server_args)
         self._pat_calibrate()
 
     def _init_req_state(self, obj: Any, request: Any = None) -> None:
-        """SGLang makes a state of each part; from here on it is remembered."""
+        """Have SGLang make a state of each part of ``obj``, which is remembered from here on."""
         self._pat_newest = obj, request
         with self.pat_register_parts(obj):
             super()._init_req_state(obj, request)
 
     async def _pat_wait_at_gate(self) -> None:
-        """For SGLang's ``is_pause_cond``, of the newest call: nobody has done anything since its parts began.
+        """Let the newest call wait at the gate, in place of SGLang's ``is_pause_cond``.
+
+        Nobody has done anything since its parts began.
 
         Raises:
             ValueError: its client has left meanwhile.
@@ -152,14 +155,14 @@ class RoutedTokenizerManager(PausingTokenizerManager):
             state.pat_inside = True
 
     def _create_tokenized_object(self, *args: Any, **kwargs: Any) -> Any:
-        """SGLang's, once the text has become tokens."""
+        """Make SGLang's message of the tokens, and check it."""
         tokenized = super()._create_tokenized_object(*args, **kwargs)
         routed = self.server_args.enable_return_routed_experts
         request_validation.check_tokenized(tokenized, self.model_config.vocab_size, self.tokenizer, routed)
         return tokenized
 
     def _send_one_request(self, tokenized_obj: Any) -> None:
-        """To the coordinator, unless it was aborted before."""
+        """Send a request to the coordinator, unless it was aborted before."""
         self._pat_begin_log()
         if self.pat_may_send(tokenized_obj):
             super()._send_one_request(tokenized_obj)
@@ -170,17 +173,17 @@ class RoutedTokenizerManager(PausingTokenizerManager):
             super()._send_batch_request(going)
 
     async def _handle_batch_output(self, recv_obj: Any) -> None:
-        """Outputs have come from the detokenizer."""
+        """Handle outputs from the detokenizer, and note which requests have ended."""
         await super()._handle_batch_output(recv_obj)
         self.pat_record_request_end()
 
     # -- what a subclass does with the first request ------------------------------------------------
 
     def _pat_calibrate(self) -> None:
-        """It has been admitted; requests wait at the gate while ``_pat_calibrates``."""
+        """Called when a request is admitted; requests wait at the gate while ``_pat_calibrates``."""
 
     def _pat_begin_log(self) -> None:
-        """It is about to be sent: requests count from here on."""
+        """Called when a request is about to be sent: requests count from here on."""
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -191,4 +194,4 @@ class RoutedTokenizerManager(PausingTokenizerManager):
             Shutdown(self, before)
 
     async def sigterm_watchdog(self) -> None:
-        """SGLang's would wait for all requests, and then kill this process; :class:`Shutdown` acts instead."""
+        """Do nothing: SGLang would wait for all requests and kill this process; :class:`Shutdown` acts instead."""

@@ -1,4 +1,7 @@
-"""SGLang's radix tree: the KV of prompts and of requests that wait, found by tokens."""
+"""SGLang's radix tree (``RadixCache``): the KV of prompts and of requests that wait, found by tokens.
+
+SGLang 0.5.23 adds a ``TreeLock``, and has ``cache_protected_len`` in ``Req.kv``.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def get_root(scheduler: SglangScheduler) -> Any | None:
 
 
 def find_kv(scheduler: SglangScheduler, req: Req) -> torch.Tensor:
-    """Slots of the first tokens of ``req`` that the tree has, of all but its last one, ``[tokens]``."""
+    """Slots of the first tokens of ``req`` that the tree has, but for the last token, ``[tokens]``."""
     if not keeps_kv(scheduler):
         return torch.empty(0, dtype=torch.int64)
     key = RadixKey(get_tokens(req)[:-1], req.extra_key)
@@ -40,7 +43,7 @@ def leave_kv(scheduler: SglangScheduler, req: Req, slots: np.ndarray) -> tuple[i
     """Put the KV of ``req``, which lies in ``slots``, into the tree.
 
     Returns:
-        How many of its first tokens the tree has had elsewhere, the slots of all of them now, and the last node.
+        The number of its first tokens that the tree has had elsewhere, the slots of all now, and the last node.
     """
     tree: BasePrefixCache = scheduler.tree_cache
     key = RadixKey(get_tokens(req)[: len(slots)], req.extra_key)
@@ -68,8 +71,9 @@ def map_slots(scheduler: SglangScheduler, change: Callable[[torch.Tensor], torch
 
 
 def inject(scheduler: SglangScheduler, prompts: list[list[int]]) -> None:
-    """Let the tree believe that the KV of ``prompts`` (token ids) is in the slots that it gives them: for measuring,
-    never for answers.
+    """Let the tree believe that the KV of ``prompts`` (token ids) is in the slots that it gives them.
+
+    It is for measuring, never for answers.
 
     What lies in these slots stays: the time of a step does not depend on it, as long as requests differ in their last
     tokens (a mixture's time depends on how many experts they choose).  Prompts that do not fit beside the live

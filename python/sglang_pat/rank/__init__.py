@@ -1,1 +1,1 @@
-"""What runs in a rank's process: SGLang's scheduler and model runner, on one layout at a time."""
+"""A rank's process: SGLang's scheduler and model runner, on one layout at a time (``layouts.Layouts``)."""

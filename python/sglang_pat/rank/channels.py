@@ -1,4 +1,4 @@
-"""A rank's line to the coordinator."""
+"""A rank's line to the coordinator (:class:`RankChannel`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which TP degree generated which tokens of a request: with its answer, as ``meta_info["tp_from_token"]``.
+"""The TP degree that generated each token of a request: with its answer, as ``meta_info["tp_from_token"]``.
 
 ``[[0, 1], [37, 2]]``: tokens 0 to 36 of the output come from a replica of TP degree 1, the others from one of degree 2.
 A user who sees trainer and engine disagree about a token can ask whether switches have to do with it.
@@ -13,19 +13,19 @@ from sglang_pat.host import outputs
 from sglang_pat.host.requests import Req, count_output, get_name
 
 KEY = "tp_from_token"
-"""In ``meta_info``."""
+"""Key of ``meta_info``."""
 
 Degrees = tuple[tuple[int, int], ...]
 """Pairs of the first token of the output, and the degree that generated it and those after it."""
 
 
 def begin(req: Req, tp: int) -> None:
-    """``req`` is new, on a replica of degree ``tp``."""
+    """Note that ``req`` is new, on a replica of degree ``tp``."""
     req.pat_degrees = ((0, tp),)
 
 
 def record_degree(req: Req, tp: int) -> None:
-    """``req`` goes on with its next token on a replica of degree ``tp``."""
+    """Note that ``req`` goes on with its next token on a replica of degree ``tp``."""
     length = count_output(req)
     kept = tuple(pair for pair in req.pat_degrees if pair[0] < length)
     if not kept or kept[-1][1] != tp:
@@ -34,13 +34,13 @@ def record_degree(req: Req, tp: int) -> None:
 
 
 def end(req: Req) -> None:
-    """``req`` makes no more tokens, maybe none since it was adopted."""
+    """Note that ``req`` makes no more tokens, maybe none since it was adopted."""
     length = count_output(req)
     req.pat_degrees = tuple(pair for pair in req.pat_degrees if pair[0] < length)
 
 
 def add_degrees_to_output(output: Any, reqs: Iterable[Req]) -> None:
-    """Add them to an output about some of ``reqs``, in their order."""
+    """Add the degrees to an output about some of ``reqs``, in their order."""
     if rids := outputs.list_names(output):
         remaining = iter(reqs)
         told = [next(req for req in remaining if get_name(req) == rid).pat_degrees for rid in rids]

@@ -1,4 +1,4 @@
-"""All process groups of a rank, for every layout."""
+"""All process groups of a rank, for every layout (:class:`GroupPool`)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sglang_pat.host import groups as host
 from sglang_pat.layout import ParallelLayout, exchange_groups, get_exchange_degrees
 
 REDUCED = (4 << 10, 1 << 20, 8 << 20, 32 << 20)
-"""Bytes of reductions that use once all that SGLang reduces with on a GPU: the kernel of its custom all-reduce that
-pushes, the one that pulls (above 160 KB to 4 MB, by ranks and GPU), and NCCL (above 16 MB).  The two kernels are
-compiled on first use, which takes tens of seconds."""
+"""Sizes of reductions, in bytes, that use once each way in which SGLang reduces on a GPU: the kernel of its custom
+all-reduce that pushes, the one that pulls (above 160 KB to 4 MB, by ranks and GPU), and NCCL (above 16 MB).  The two
+kernels are compiled on first use, which takes tens of seconds."""
 
 
 class GroupPool:
@@ -34,7 +34,7 @@ class GroupPool:
         self.world = dist.new_group(list(ranks), backend=shm.BACKEND)
         self._single = host.make_single_coordinator(len(ranks), local_device, backend, own_nccl)
         self._tp: dict[int, Any] = {}
-        """SGLang's coordinators, by degree."""
+        """SGLang's ``GroupCoordinator`` of this rank, by degree."""
         self._control: dict[int, dist.ProcessGroup] = {}
         self._gather: dict[int, dist.ProcessGroup] = {}
         for layout in layouts:
@@ -70,7 +70,7 @@ class GroupPool:
         return self._single
 
     def exchange_group(self, a: ParallelLayout, b: ParallelLayout) -> tuple[dist.ProcessGroup, list[int]]:
-        """Process group and ranks among which this rank exchanges KV between ``a`` and ``b``."""
+        """Process group and ranks among which this rank exchanges KV in a switch from ``a`` to ``b``."""
         return self._exchange[get_exchange_degrees(a, b)]
 
     def get_larger_group(self, a: ParallelLayout, b: ParallelLayout) -> tuple[dist.ProcessGroup, list[int]]:

@@ -1,4 +1,4 @@
-"""What a rank needs to run in each layout, built once and switched to by assignment.
+"""Objects that a rank needs to run in each layout, built once and switched to by assignment (:class:`Layouts`).
 
 Model object, sampler, attention backend, CUDA graphs and KV pool view all capture group sizes or
 head counts when they are constructed (docs/sglang.md), so each layout has its own.
@@ -31,10 +31,10 @@ class LayoutRuntime:
     """One layout on one rank.
 
     Attributes:
-        parts: SGLang's objects of it.
-        views: where the weights lie in the base shards; None for the base layout and in reshard mode.
+        parts: SGLang's objects of the layout.
+        views: places of the weights in the base shards; None for the base layout and in reshard mode.
         kv: view of the one KV allocation, ``[slots, local KV heads, head dim]`` per layer.
-        capacity: KV slots.
+        capacity: number of KV slots.
     """
 
     layout: ParallelLayout
@@ -57,9 +57,9 @@ class Layouts:
     """All layouts of a rank; :attr:`current` is the one the runner is pointed at.
 
     Attributes:
-        layout: in force; unlike ``current.layout`` it says which ranks are lent.
+        layout: the layout in force; unlike ``current.layout`` it says which ranks are lent.
         groups: the process groups of all layouts.
-        device: of this rank; ``dtype``: of the model.
+        device: this rank's device; ``dtype``: the model's type.
         routed_experts: rows of routed experts, if clients may ask for them.
     """
 
@@ -71,7 +71,7 @@ class Layouts:
         self.groups, self.routed_experts = self.runner.groups, self.runner.routed_experts
         self.device, self.dtype, self.kv_heads = runner.describe(self.runner)
         self.weight_version = 0
-        """Updates so far, which all ranks must have counted alike."""
+        """Number of weight updates so far, which all ranks must have counted alike."""
         base = self.config.base
         if why := runner.find_reason_against(self.runner):
             raise Unsupported(f"--adaptive-tp does not support this model: {why}")
@@ -103,7 +103,7 @@ class Layouts:
         return self.config.weights == "reshard"
 
     def _make_windows(self) -> Windows | None:
-        """Where KV goes through in a switch; None where the groups' own all-to-all carries it."""
+        """Make the windows that KV goes through in a switch; None where the groups' own all-to-all carries it."""
         if self.device != "cpu" or self.config.kv_exchange != "direct":
             return None
         buffers, degrees = self.base.kv, [layout.tp for layout in self.config.layouts]
@@ -139,7 +139,7 @@ class Layouts:
         return self._make_runtime(layout, parts, views)
 
     def _build_model(self, layout: ParallelLayout) -> torch.nn.Module:
-        """SGLang's for ``layout``, whose groups are installed; it may have its own idea of what can be divided."""
+        """Build SGLang's model for ``layout``, whose groups are installed; SGLang may refuse the degree."""
         try:
             return runner.build_model(self.runner)
         except Exception as error:
@@ -153,7 +153,7 @@ class Layouts:
         return runner.get_graph_sizes(self.runner, tp)
 
     def list_largest_graphs(self) -> list[int]:
-        """Requests of the largest CUDA graph of each layout that has graphs."""
+        """Number of requests of the largest CUDA graph of each layout that has graphs."""
         return [max(sizes) for tp in self._runtimes if (sizes := self._get_graph_sizes(tp))]
 
     def _set_group(self, layout: ParallelLayout) -> None:
@@ -162,7 +162,7 @@ class Layouts:
         groups.set_runner_group(self.worker, self.runner, group, layout.tp_rank(self.rank), layout.tp)
 
     def log_missing_graph(self, batch: int) -> None:
-        """Log, once for each layout, that a decode step of so many requests is larger than the layout's graphs."""
+        """Log, once for each layout, that a decode step of ``batch`` requests is larger than the layout's graphs."""
         tp = self.current.layout.tp
         if not self.current.has_graphs or tp in self._said_without_graph:
             return

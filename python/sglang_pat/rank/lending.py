@@ -38,7 +38,7 @@ class LentMemory:
         return sum(tensor.nbytes for tensor in [*self._list_weights(), *buffers.k, *buffers.v])
 
     def release(self) -> int:
-        """Give the memory away; returns how many bytes that are, 0 if there is no memory saver.
+        """Give the memory away; returns its size in bytes, 0 if there is no memory saver.
 
         Raises:
             RuntimeError: the host has no memory for the weights; nothing is released.
@@ -51,7 +51,7 @@ class LentMemory:
         return self._count_bytes()
 
     def resume(self) -> None:
-        """Have the memory again, with the weights in it; no-op if it was not released.
+        """Take the memory back, with the weights in it; no-op if it was not released.
 
         Raises:
             RuntimeError: somebody else still has it.

@@ -1,4 +1,4 @@
-"""What a leader tells the coordinator of its replica: load reports, and a trace of its steps."""
+"""Reports of a leader to the coordinator: load (:class:`LoadReporter`), and a trace of steps (:class:`StepTrace`)."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ if TYPE_CHECKING:
     from sglang_pat.switch.scheduler import SwitchingScheduler
 
 REPORT_INTERVAL_STEPS = 32
-"""A load report is sent at the latest every so many steps."""
+"""Most steps between two load reports."""
 
 TRACE_STEPS = 16384
-"""Steps kept for :class:`StepTrace`; older ones are forgotten."""
+"""Number of steps kept for :class:`StepTrace`; older ones are forgotten."""
 
 
 def register(req: Req) -> None:
-    """Note on a new request what reports say of it: its length limit, how much of its response came with the prompt,
-    and the family of what was the prompt before."""
+    """Note on a new request what reports say of it.
+
+    That is its length limit, how much of its response came with the prompt, and the family of the prompt before that.
+    """
     prompt, params = req.pat_prompt, host.get_sampling_params(req)
     req.pat_limit = get_length_limit(params)
     req.pat_since = min(count_prefix_tokens(params), len(prompt))
@@ -45,14 +47,14 @@ def register(req: Req) -> None:
 
 
 class LoadReporter:
-    """Sends a :class:`LoadReport` when the load has changed, or after :data:`REPORT_INTERVAL_STEPS` steps."""
+    """Sender of a :class:`LoadReport` when the load has changed, or after :data:`REPORT_INTERVAL_STEPS` steps."""
 
     def __init__(self, scheduler: SwitchingScheduler) -> None:
         self._scheduler = scheduler
         self.received = 0
-        """Generation requests taken from the input socket so far."""
+        """Number of generation requests taken from the input socket so far."""
         self.retracted = 0
-        """Requests put back into the queue for want of KV, while this rank led, since the last report."""
+        """Number of requests put back into the queue for want of KV since the last report, while this rank led."""
         self._finished: list[Finished] = []
         self._decoded: list[Step] = []
         """Decode steps since the last report that followed another one."""
@@ -60,16 +62,16 @@ class LoadReporter:
         self._steps = 0
 
     def force_next_report(self) -> None:
-        """The next look at the load is reported in any case."""
+        """Have the next look at the load reported in any case."""
         self._last = None
 
     def reset_for_new_group(self) -> None:
-        """Part of another group: steps that were not reported are not of its layout."""
+        """Begin anew in another group: steps that were not reported are not of its layout."""
         self.force_next_report()
         self._decoded = []
 
     def record_finished_requests(self, reqs: list[Req]) -> None:
-        """Called before outputs go out, when SGLang has not yet marked the finished ones as sent."""
+        """Record which of ``reqs`` have finished, before outputs go out: SGLang marks them as sent then."""
         for req in reqs:
             if host.is_answer_due(req):
                 try:
@@ -83,11 +85,11 @@ class LoadReporter:
         self._finished.append(Finished(length=length, family=req.pat_family, cut=cut, since=req.pat_since))
 
     def record_decode_step(self, step: Step) -> None:
-        """A decode step that followed another one."""
+        """Record a decode step that followed another one."""
         self._decoded.append(step)
 
     def report_if_due(self, batch: ScheduleBatch | None) -> None:
-        """Report if due.  ``batch``: what is about to run."""
+        """Report if due.  ``batch`` is about to run."""
         scheduler = self._scheduler
         running, queued = loop.list_running_with(scheduler, batch), loop.count_waiting(scheduler)
         self._steps += batch is not None
@@ -99,12 +101,12 @@ class LoadReporter:
         self.send(running)
 
     def report_held(self) -> None:
-        """Report in any case: the replica holds between two steps.  What the last one prefilled is about to decode."""
+        """Report in any case: the replica holds between two steps.  What the last step prefilled is about to decode."""
         self._last = None
         self.send([req for req in loop.list_running_with_last(self._scheduler) if not host.has_ended(req)])
 
     def send(self, running: list[Req]) -> None:
-        """Report these, and all that wait."""
+        """Report ``running``, and all requests that wait."""
         _, waiting = loop.list_requests(self._scheduler)
         try:
             self._send(running, waiting, running + waiting)
@@ -141,7 +143,7 @@ class LoadReporter:
 
 
 def _sum_steps(steps: list[Step]) -> Decoded:
-    """Each step counts with the median of their times: a pause of the machine is no property of the layout."""
+    """Add up ``steps``, each with the median of their times: a pause of the machine is no property of the layout."""
     if not steps:
         return Decoded()
     seconds = len(steps) * median(step.seconds for step in steps)
@@ -149,7 +151,7 @@ def _sum_steps(steps: list[Step]) -> Decoded:
 
 
 def _list_rounds(reqs: list[Req]) -> list[str]:
-    """Each once."""
+    """Names of the rounds of ``reqs``, each once."""
     return sorted({name for req in reqs if (name := getattr(req.pat_request, ROUND_MARK, ""))})
 
 
@@ -166,24 +168,31 @@ class StepTrace:
         self._launched: deque[tuple[float, str, int, int]] = deque()
         self._last_end: float | None = None
         self._after: tuple[int, str] | None = None
-        """Degree and kind of the step before; None after a break."""
+        """Degree and kind of the last step; None after a break."""
 
     def mark_idle(self) -> None:
-        """Nothing to run: the next step's time is its own.  With overlap scheduling the last step's results are still
-        to come, and that one did follow another."""
+        """Note that nothing runs: the next step's time is its own.
+
+        With overlap scheduling the last step's results are still to come, and that one did follow another.
+        """
         if not self._launched:
             self._last_end = self._after = None
 
     def begin(self, batch: ScheduleBatch) -> None:
-        """A step is launched.  With overlap scheduling the next one is launched before its results are in, and its
-        results come with a copy of the batch that knows less."""
+        """Note that a step is launched.
+
+        With overlap scheduling the next one is launched before its results are in, and its results come with a copy of
+        the batch that knows less.
+        """
         kind = "decode" if batches.is_decode(batch) else "prefill"
         tokens = batches.count_step_tokens(batch)
         self._launched.append((time.monotonic(), kind, len(batches.list_batch(batch)), tokens))
 
     def end(self, scheduler: SwitchingScheduler) -> None:
-        """The results of the oldest step launched are in.  Its time runs from the end of the one before, scheduling
-        included."""
+        """Record the oldest step launched, whose results are in.
+
+        Its time runs from the end of the one before, scheduling included.
+        """
         now = time.monotonic()
         begun, kind, requests, tokens = self._launched.popleft()
         seconds = now - (begun if self._last_end is None else self._last_end)
@@ -197,6 +206,6 @@ class StepTrace:
                 scheduler.load.record_decode_step(step)
 
     def answer_query(self, scheduler: SwitchingScheduler, query: TraceQuery) -> None:
-        """Send what was kept since the last query."""
+        """Send the steps since the last query."""
         steps, self._steps = list(self._steps), deque(maxlen=TRACE_STEPS)
         scheduler.channel.send(RankTrace(rank=scheduler.rank, query_id=query.query_id, steps=steps))

@@ -1,4 +1,4 @@
-"""Does each layout compute what the base layout does?  Asked at start, of the models themselves.
+"""A check at start (:func:`check_outputs`): each layout computes what the base layout does.
 
 Shards may be as they should (``shard_check.py``) and a layer wrong all the same: of another class, with a buffer that
 was never loaded, at a place where the engine does not look.  Its requests would be answered with garbage, from the
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROMPTS = 16
-"""In one batch at most."""
+"""Most prompts in one batch."""
 SHORTEST = 4
-"""Tokens of the first prompt; each other one has one more than the one before."""
+"""Number of tokens of the first prompt; each other one has one more than the one before."""
 STEPS = ("prefill", "decode")
 
 ALLOWED = {torch.float32: 0.02, torch.bfloat16: 0.2, torch.float16: 0.2}
-"""How far the logits of a right layout may be, by dtype, as :func:`measure_distances` counts (architecture.md)."""
+"""Largest distance of a right layout's logits, by dtype, as :func:`measure_distances` counts (architecture.md)."""
 
 CLOSE = 0.1
-"""Share of the tokens of a mixture in bfloat16 or float16 that must be that near."""
+"""Share of the tokens of a mixture in bfloat16 or float16 that must be nearer than :data:`ALLOWED`."""
 
 DUMMY_STD = 2.0**-10 / 3**0.5
-"""About what SGLang's dummy weights spread: they are uniform between -0.001 and 0.001."""
+"""Standard deviation of SGLang's dummy weights, about: they are uniform between -0.001 and 0.001."""
 
 
 def check_outputs(scheduler: SwitchingScheduler) -> None:
@@ -85,8 +85,9 @@ def check_outputs(scheduler: SwitchingScheduler) -> None:
 
 
 def measure_distances(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """How far ``logits`` are from ``expected``, both ``[tokens, vocabulary]``: the root mean square of the difference
-    in units of the spread of ``expected``, ``[tokens]``.
+    """Distance of ``logits`` from ``expected``, both ``[tokens, vocabulary]``, for each token.
+
+    It is the root mean square of the difference in units of the spread of ``expected``, ``[tokens]``.
 
     0 where both are the same; about 1.4 where they have nothing to do with each other.  Relative, as logits of random
     weights may all be nearly the same.
@@ -100,7 +101,7 @@ def measure_distances(logits: torch.Tensor, expected: torch.Tensor) -> torch.Ten
 
 
 def choose_lengths(room: int, most: int) -> list[int]:
-    """Tokens of each prompt: at most ``most`` prompts that fit into ``room`` tokens, each with one that is decoded."""
+    """Number of tokens of each prompt; at most ``most`` prompts, which fit into ``room`` with one more token each."""
     lengths: list[int] = []
     for length in range(SHORTEST, SHORTEST + min(most, PROMPTS)):
         if sum(lengths) + len(lengths) + length + 1 > room:
@@ -110,7 +111,7 @@ def choose_lengths(room: int, most: int) -> list[int]:
 
 
 def _compute_logits(scheduler: SwitchingScheduler, layout: ParallelLayout) -> list[torch.Tensor]:
-    """Logits of the last token of each made-up prompt, then of the token after it: ``[prompts, vocabulary]`` each."""
+    """Logits of the last token of each made-up prompt, and of the token after it, ``[prompts, vocabulary]`` each."""
     try:
         scheduler.enter_layout(layout, epoch=0)
         lengths = choose_lengths(_count_tokens(scheduler), _count_prompts(scheduler))
@@ -131,19 +132,19 @@ def _compute_logits(scheduler: SwitchingScheduler, layout: ParallelLayout) -> li
 
 
 def _count_tokens(scheduler: SwitchingScheduler) -> int:
-    """That fit into KV in every layout, and into a step."""
+    """Number of tokens that fit into KV in every layout, and into a step."""
     chunk = loop.get_chunk_size(scheduler)
     return min(scheduler.base_capacity, chunk) if chunk > 0 else scheduler.base_capacity
 
 
 def _count_prompts(scheduler: SwitchingScheduler) -> int:
-    """Prompts at most, so that the decode step of every layout that has graphs is a graph."""
+    """Most prompts with which the decode step of every layout that has graphs is a graph."""
     return min([PROMPTS, loop.get_max_running(scheduler), *scheduler.layouts.list_largest_graphs()])
 
 
 @contextmanager
 def _enlarge(model: torch.nn.Module | None) -> Iterator[None]:
-    """Multiply the parameters so that each layer has a say, and divide them again; a power of 2, so nothing is rounded.
+    """Multiply the parameters so that each layer has a say, inside the block; by a power of 2, so nothing is rounded.
 
     SGLang's dummy weights are so small that the output of a layer is lost in what goes around it.
     """

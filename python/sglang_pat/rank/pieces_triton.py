@@ -1,4 +1,4 @@
-"""A linear layer whose rows lie in several pieces of one larger weight, in one Triton kernel.
+"""The product of a linear layer whose rows lie in several pieces of one larger weight, in one Triton kernel.
 
 In a decode step such a layer only reads its weight, and one product for each piece costs more than the reading.  On an
 H100 q, k and v of Llama-3.1-8B in tp8 take 22 us in three products, 8 as one copy, and 10 here (docs/results/gpu.md).
@@ -22,12 +22,12 @@ import triton.language as tl
 
 MOST_PIECES = 3
 MOST_TOKENS = 64
-"""More are left to one product for each piece: measured up to here, and from some hundreds on the products take longer
-than the reading."""
+"""Most tokens that are multiplied by all pieces at once, as far as measured.  More are left to one product for each
+piece: from some hundreds on the products take longer than the reading."""
 TYPES = (torch.bfloat16, torch.float16)
-"""float32 is for comparing tokens, not for speed."""
+"""Types that are multiplied so; float32 is for comparing tokens, not for speed."""
 BLOCKS = (16, 32, 64)
-"""Tokens of a block, for the tensor cores; each is a kernel of its own."""
+"""Numbers of tokens of a block, for the tensor cores; each is a kernel of its own."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -80,7 +80,7 @@ class Pieces:
         starts: rows from the first piece to the second and to the third.
         sizes: rows of the first and of the second piece.
         out: rows of all pieces.
-        rows, depth: of the weight that one program reads at a time.
+        rows, depth: rows and columns of the weight that one program reads at a time.
     """
 
     weight: torch.Tensor
@@ -98,7 +98,7 @@ class Pieces:
             self.multiply(self.weight.new_zeros(tokens, self.weight.shape[1]))
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """``[tokens, in]`` to ``[tokens, out]``, for at most :data:`MOST_TOKENS` tokens."""
+        """The product of ``x``, ``[tokens, in]``, as ``[tokens, out]``; for at most :data:`MOST_TOKENS` tokens."""
         tokens, width = x.shape
         if x.stride(1) != 1:
             x = x.contiguous()
@@ -128,7 +128,7 @@ class Pieces:
 
 
 def make_pieces(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None) -> Pieces | None:
-    """For pieces ``[out_i, in]`` of one weight, in the order in which they lie there, and ``[out_i]`` of its bias.
+    """Make pieces of ``[out_i, in]`` of one weight, in the order in which they lie there, and ``[out_i]`` of its bias.
 
     None where the kernel cannot multiply them: another type, more than three, or sizes that no tile divides.
     """
@@ -172,6 +172,6 @@ def _tile(divisor: int, out: int, width: int) -> tuple[int, int] | None:
 
 @cache
 def _choose_stages(device: int, tile: int, wanted: int) -> int:
-    """Tiles of so many bytes that a program has under way: as is fastest on an H100, or as this GPU has room for."""
+    """Number of tiles of ``tile`` bytes that a program has under way: ``wanted``, or what this GPU has room for."""
     room = triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
     return max(1, min(wanted, room // tile))

@@ -1,4 +1,4 @@
-"""Rows of routed experts by KV slot, some of which still come after a switch (``routed_experts.py``)."""
+"""Rows of routed experts by KV slot, some of which still come after a switch (``host/routed_experts.py``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 PIECE = 4096
-"""Rows that are copied at once: few enough to stay in a core's cache between reading and writing."""
+"""Number of rows that are copied at once: few enough to stay in a core's cache between reading and writing."""
 
 
 class Table:
@@ -19,7 +19,7 @@ class Table:
     A slot may be written before its row comes: its request has ended, and the slot is another's.  Then none comes.
 
     Args:
-        rows: ``[slots, ...]``.
+        rows: the rows, ``[slots, ...]``.
     """
 
     def __init__(self, rows: torch.Tensor) -> None:
@@ -38,13 +38,13 @@ class Table:
             self._awaited[slots.numpy()] = False
 
     def wait(self) -> None:
-        """Until no row is awaited; raises what copying has raised."""
+        """Wait until no row is awaited; raises what copying has raised."""
         if self._copying is not None:
             self._copying.result()
             self._copying = None
 
     def await_rows(self, slots: np.ndarray, begin: Callable[[], Future]) -> None:
-        """Rows of ``slots`` will come by :meth:`copy`, in the thread that ``begin`` sets to work."""
+        """Await rows of ``slots`` from :meth:`copy`, in the thread that ``begin`` sets to work."""
         self._awaited[:] = False
         self._awaited[slots] = True
         self._copying = begin()
@@ -52,7 +52,7 @@ class Table:
     def copy(self, source: torch.Tensor, old: np.ndarray, new: np.ndarray) -> None:
         """Copy the rows ``old`` of ``source``, which nobody writes, to ``new``, where they are still awaited.
 
-        By numpy, which on one core takes a third of torch's time for small integers.
+        It uses numpy, which on one core takes a third of torch's time for small integers.
         """
         read, written = source.numpy(), self._rows.numpy()
         for begin in range(0, len(old), PIECE):

@@ -1,8 +1,8 @@
-"""Are our intervals SGLang's shards?  Its own weight loaders say so, at start, for every parameter and layout.
+"""A check at start (:func:`check_shards`): our intervals are SGLang's shards, as its own weight loaders say.
 
-Each parameter's loader is given a full tensor that is as long as the checkpoint's along the sharded dimension and one
-wide along the others, and whose values are positions.  What arrives in the shard is then compared with the intervals
-that the views are cut by.  No checkpoint is read, and the real weights are not touched.
+In each layout every parameter's loader is given a full tensor that is as long as the checkpoint's along the sharded
+dimension and one wide along the others, and whose values are positions.  What arrives in the shard is then compared
+with the intervals that the views are cut by.  No checkpoint is read, and the real weights are not touched.
 
 A checkpoint has the experts of a mixture one by one: some of them are loaded, with positions of their own.
 """
@@ -17,14 +17,14 @@ from sglang_pat.host import layers
 from sglang_pat.rank.shards import ShardError, ShardSpec
 
 PADDING = 0.0
-"""What SGLang's loader writes where a shard reaches beyond the vocabulary; positions start at 1."""
+"""Value that SGLang's loader writes where a shard reaches beyond the vocabulary; positions start at 1."""
 
 
 def check_heads(model: torch.nn.Module, tp: int, kv_heads: int) -> None:
-    """Each attention layer takes K and V as they are cut: SGLang's GPT-2 takes all heads at any degree.
+    """Check that each attention layer takes K and V as they are cut: SGLang's GPT-2 takes all heads at any degree.
 
     Args:
-        kv_heads: of the whole model.
+        kv_heads: number of KV heads of the whole model.
 
     Raises:
         ShardError: names the first layer that does not.
@@ -57,8 +57,10 @@ def check_shards(model: torch.nn.Module, tp: int, tp_rank: int) -> None:
 
 
 def _load_positions(module: torch.nn.Module, name: str, param: torch.nn.Parameter, spec: ShardSpec) -> torch.Tensor:
-    """Positions that SGLang's loader puts into the shard, ``[length along the sharded dimension]``; of experts those of
-    each that is looked at, one after the other."""
+    """Positions that SGLang's loader puts into the shard, ``[length along the sharded dimension]``.
+
+    A mixture has those of each expert that is looked at, one after the other.
+    """
     real = param.data
     loader = layers.get_weight_loader(param)
     experts = _choose_experts(module)
@@ -101,7 +103,7 @@ def _make_reduced_shape(shape: torch.Size, dim: int | None) -> list[int]:
 def _make_checkpoint_tensors(
     module: torch.nn.Module, param: torch.nn.Parameter, spec: ShardSpec
 ) -> Iterator[tuple[object, torch.Tensor]]:
-    """What a checkpoint has for this parameter: SGLang's shard id, and positions from 1 on."""
+    """Tensors that a checkpoint has for this parameter: SGLang's shard id, and positions from 1 on."""
     if spec.dim is None:
         yield None, _make_range(0, param.shape[0] if param.dim() else 1)
         return

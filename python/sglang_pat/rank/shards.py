@@ -39,7 +39,7 @@ class Block:
     units: int | None = None
 
     def get_shard(self, tp: int, tp_rank: int) -> Interval:
-        """This block's part at degree ``tp`` (start relative to the block)."""
+        """The part of TP rank ``tp_rank`` at degree ``tp`` (start relative to the block)."""
         parts = tp if self.units is None else min(tp, self.units)
         if self.size % parts or tp % parts or (self.units or parts) % parts:
             raise ValueError(f"a block of {self.size} in {self.units or self.size} units does not divide over tp={tp}")
@@ -49,7 +49,7 @@ class Block:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How a parameter is sharded: ``dim`` is the sharded dimension, None if every rank has it whole."""
+    """Sharding of a parameter: ``dim`` is the sharded dimension, None if every rank has it whole."""
 
     dim: int | None
     blocks: tuple[Block, ...] = ()
@@ -70,7 +70,7 @@ WHOLE = ShardSpec(dim=None)
 
 @dataclass(frozen=True)
 class Copy:
-    """Copy ``length`` elements along the sharded dimension, from source to destination offset."""
+    """A copy of ``length`` elements along the sharded dimension, from source to destination offset."""
 
     src: int
     dst: int
@@ -102,5 +102,5 @@ def list_copies(source: Sequence[Interval], target: Sequence[Interval]) -> list[
 
 
 def count_covered(pieces: Sequence[Copy]) -> int:
-    """Elements of the target that ``pieces`` write."""
+    """Number of elements of the target that ``pieces`` write."""
     return sum(piece.length for piece in pieces)

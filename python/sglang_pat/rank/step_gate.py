@@ -1,4 +1,4 @@
-"""How far a rank may go on by itself: the ranks' side of ``--pat-policy schedule``.
+"""The ranks' side of ``--pat-policy schedule``: how far a rank may go on by itself (:class:`StepGate`).
 
 All ranks of a group count the same steps, and ``StepPermit`` reaches them at the same iteration of SGLang's loop.
 So they close their gates in the same iteration, without a word to each other.
@@ -10,11 +10,11 @@ from sglang_pat.messages import HoldReport, StepPermit
 
 
 class StepGate:
-    """Open until the point that the last ``StepPermit`` set; from the start without one.
+    """A gate before each step, open until the point that the last ``StepPermit`` set; without one it is open.
 
     Attributes:
-        closed: no step may begin.
-        said: that it is closed has been reported.
+        closed: whether no step may begin.
+        said: whether it has been reported that the gate is closed.
     """
 
     def __init__(self) -> None:
@@ -24,19 +24,19 @@ class StepGate:
         self.said = False
 
     def set_permit(self, go: StepPermit) -> None:
-        """The coordinator's word; replaces the one before."""
+        """Obey the coordinator's permit ``go``, which replaces the one before."""
         self._go, self._steps, self._batches = go, 0, 0
         self.said = False
         self.closed = go.steps == 0 or go.batches == 0
 
     @property
     def free(self) -> bool:
-        """Whether nothing will close it."""
+        """Whether nothing will close the gate."""
         go = self._go
         return go.steps is None and go.batches is None
 
     def record_step(self, decode: bool) -> None:
-        """A step was begun."""
+        """Count a step that was begun, and close the gate if it was the last one permitted."""
         if self.free:
             return
         self._batches += 1
@@ -45,7 +45,7 @@ class StepGate:
             self.closed = True
 
     def close_for_switch(self, rank: int) -> HoldReport | None:
-        """The group is left for another one.
+        """Close the gate when the group is left for another one.
 
         A gate that is not free stays closed until the coordinator's next word.  Returns what its leader has not
         reported yet.
@@ -57,6 +57,6 @@ class StepGate:
         return left
 
     def make_hold_report(self, rank: int) -> HoldReport:
-        """What the leader reports, once."""
+        """Make the leader's report, once."""
         self.said = True
         return HoldReport(rank=rank, number=self._go.number, steps=self._steps, batches=self._batches)

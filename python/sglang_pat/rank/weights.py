@@ -1,8 +1,8 @@
-"""Weights of every layout: the base shards stay, and all other layouts are views of them.
+"""Weights of every layout (:class:`Views`): the base shards stay, and all other layouts are views of them.
 
 The model object of a layout is built by SGLang's own constructor under that layout's groups, without memory
 for its parameters (``host/layers.py``).  A parameter that is one interval of the base shard, in rows or in columns,
-becomes a view of it.  One that is several (q, k and v; gate and up; those of experts) is multiplied piece by piece.  So
+becomes a view of it.  One that is several (q, k and v; gate and up, also of experts) is multiplied piece by piece.  So
 a weight update is in force in every layout at once, and there is nothing to fill, to release or to invalidate.
 """
 
@@ -22,7 +22,7 @@ from sglang_pat.rank.shards import Copy, ShardError, count_covered, list_copies
 
 @dataclass
 class _Source:
-    """Where a parameter of a layout lies in the base layout's: pieces along ``dim``, or all of it (``dim`` None)."""
+    """Place of a layout's parameter in the base layout's: pieces along ``dim``, or all of it (``dim`` None)."""
 
     module: torch.nn.Module
     name: str
@@ -105,7 +105,7 @@ class Views:
         return self._list_addresses() != self._placed
 
     def refresh(self) -> None:
-        """Look at the base parameters where they lie now."""
+        """Point the views at the base parameters where they lie now."""
         for param, source in self._whole:
             (param.data,) = source.make_views()
         for method, weight, bias in self._split:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 32
-"""Tokens of each made-up request that is moved at start."""
+"""Number of tokens of each made-up request that is moved at start."""
 
 
 class SwitchState(IntEnum):
@@ -71,7 +71,7 @@ _NEXT: dict[SwitchState, frozenset[SwitchState]] = {
 
 
 def advance(current: SwitchState, to: SwitchState) -> SwitchState:
-    """The one transition function.
+    """The state ``to``, if ``current`` may be followed by it.
 
     Raises:
         RuntimeError: the transition is not in the life cycle above.
@@ -82,11 +82,11 @@ def advance(current: SwitchState, to: SwitchState) -> SwitchState:
 
 
 class SwitchAborted(RuntimeError):
-    """A rank failed before COMMIT; the message says which and why."""
+    """A switch that a rank failed before COMMIT; the message says which and why."""
 
 
 class SwitchExecutor:
-    """Carries out the switches of one rank; owned and called by its scheduler."""
+    """The switches of one rank, which its scheduler owns and calls."""
 
     def __init__(self, scheduler: SwitchingScheduler) -> None:
         self.scheduler = scheduler
@@ -98,11 +98,11 @@ class SwitchExecutor:
         self.memory = LentMemory(scheduler)
         self.state = SwitchState.IDLE
         self.staging = kv.Staging(self.layouts.device)
-        """What KV goes through where there are no windows."""
+        """Buffers that KV goes through where there are no windows."""
         self._compiling: tuple[int, float] | None = None
-        """Epoch and beginning of what grammars are compiled for."""
+        """Epoch of the switch that grammars are compiled for, and when that began, in seconds."""
         self._computing: tuple[Prepared, Any] | None = None
-        """What is to be answered when this prompt is computed, whose pieces a switch would throw away."""
+        """Answer to send when this prompt is computed, whose pieces a switch would throw away."""
         self._phases: dict[str, float] = {}
         self._clock = 0.0
 
@@ -140,7 +140,7 @@ class SwitchExecutor:
     # -- handlers of the coordinator's commands -----------------------------------------------------
 
     def prepare(self, command: Prepare) -> None:
-        """PREPARE: what can be done before the pause.  Decoding goes on after this call."""
+        """PREPARE: do what can be done before the pause.  Decoding goes on after this call."""
         started = time.perf_counter()
         error, grammars = "", []
         try:
@@ -161,14 +161,14 @@ class SwitchExecutor:
         self.poll_command()
 
     def compile(self, command: Compile) -> None:
-        """PREPARE, second part: grammars of requests that other groups will hand over, in threads of SGLang."""
+        """PREPARE, second part: compile grammars of requests that other groups will hand over, in threads of SGLang."""
         self._compiling = command.epoch, time.perf_counter()
         self.scheduler.grammars.compile(command.grammars)
         if loop.is_idle(self.scheduler):
             self.scheduler.grammars.wait()  # its loop sleeps
 
     def poll_command(self) -> None:
-        """Called in every iteration: what a command has begun may be done."""
+        """Look, in every iteration, whether what a command has begun is done."""
         scheduler = self.scheduler
         if self._compiling is not None and not scheduler.grammars.busy:
             (epoch, started), self._compiling = self._compiling, None
@@ -182,7 +182,7 @@ class SwitchExecutor:
         return Prepared(rank=self.rank, epoch=epoch, seconds=time.perf_counter() - started, **more)
 
     def cancel(self, command: Cancel) -> None:
-        """Another rank could not prepare: stay where we are."""
+        """Stay in the old layout, as another rank could not prepare."""
         self._computing = None
         self.scheduler.grammars.clear()
         self.staging.release()
@@ -191,7 +191,7 @@ class SwitchExecutor:
             self.state = advance(advance(self.state, SwitchState.ABORT), SwitchState.IDLE)
 
     def switch(self, command: Switch) -> None:
-        """QUIESCE to RESUME, or back to the old layout.  No step runs meanwhile: this is the pause."""
+        """Run QUIESCE to RESUME, or go back to the old layout.  No step runs meanwhile: this is the pause."""
         self._phases, self._clock = {}, time.perf_counter()
         old, new = self.layouts.layout, self.config.layout(command.tp, command.stride)
         report = dict(rank=self.rank, epoch=command.epoch, tp=command.tp)
@@ -329,7 +329,7 @@ class SwitchExecutor:
         self.state = advance(self.state, SwitchState.IDLE)
 
     def _give_memory_away(self, epoch: int) -> None:
-        """The others decode meanwhile."""
+        """Give this lent rank's memory away, while the others decode."""
         given, error = 0, ""
         try:
             given = self.memory.release()
@@ -339,7 +339,7 @@ class SwitchExecutor:
         self.scheduler.channel.send(MemoryReleased(rank=self.rank, epoch=epoch, bytes=given, error=error))
 
     def _stay_lent(self) -> None:
-        """What was to take this rank back does not happen."""
+        """Release the memory again if this rank stays lent, as the switch that took it back does not happen."""
         if self.rank in self.layouts.layout.lent:
             self.memory.release()
 
@@ -364,7 +364,7 @@ class SwitchExecutor:
         faults.check(state.name, self.rank, epoch)
 
     def _vote(self, error: Exception | None) -> None:
-        """All ranks say whether they can go on; raises :class:`SwitchAborted` everywhere if one cannot."""
+        """Have all ranks say whether they can go on; raises :class:`SwitchAborted` everywhere if one cannot."""
         fine = torch.tensor([0 if error else 1])
         dist.all_reduce(fine, dist.ReduceOp.MIN, group=self.world)
         if fine.item():

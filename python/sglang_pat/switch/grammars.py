@@ -18,21 +18,20 @@ from sglang_pat.host.grammars import Key
 from sglang_pat.messages import Grammar
 
 MAX_AWAITED = 64
-"""Grammars that a rank remembers because a request came to it that waits for them: the last ones."""
+"""Most grammars that a rank remembers because a request came to it that waits for them: the last ones."""
 
 
 def list_needed_grammars(reqs: Iterable[Any]) -> list[Grammar]:
-    """The compiled grammars of ``reqs`` and how many requests have each."""
+    """Compiled grammars of ``reqs``, and the number of requests that have each."""
     compiled = (req for req in reqs if grammars.get_grammar(req) is not None and not grammars.is_compiling(req))
     counts = Counter(key for req in compiled if (key := grammars.get_key(req)) is not None)
     return [Grammar(kind=kind, text=text, count=count) for (kind, text), count in counts.items()]
 
 
 class CompiledGrammars:
-    """What a rank has compiled for requests of other groups; stands in front of SGLang's cache while requests are
-    rebuilt.
+    """Grammars compiled for requests of other groups, in front of SGLang's cache while these are rebuilt.
 
-    Not SGLang's cache itself: a grammar in one rank's cache but not in another's would part their queues.
+    They are not in SGLang's cache: a grammar in one rank's cache but not in another's would part their queues.
     """
 
     def __init__(self, backend: Any | None) -> None:
@@ -44,7 +43,7 @@ class CompiledGrammars:
             self._sglang_lookup = grammars.hook_lookup(backend, self._lookup)
 
     def compile(self, wanted: Iterable[Grammar]) -> None:
-        """Begin to compile, in SGLang's threads."""
+        """Begin to compile ``wanted``, in SGLang's threads."""
         for grammar in wanted:
             self._begin((grammar.kind, grammar.text), grammar.count)
 
@@ -53,13 +52,15 @@ class CompiledGrammars:
         return not all(made.done() for made in self._made.values())
 
     def wait(self) -> None:
-        """Until all are compiled; one that fails says so where it is used."""
+        """Wait until all are compiled; one that fails says so where it is used."""
         for made in self._made.values():
             made.exception()
 
     def keep(self, reqs: Iterable[Any]) -> None:
-        """Have the grammars of ``reqs``, which are all of a new group's, in SGLang's cache, and no others: its ranks
-        must find the same."""
+        """Make the grammars of ``reqs``, all requests of a new group, all that SGLang's cache holds.
+
+        The group's ranks must find the same.
+        """
         keys = {grammars.get_key(req) for req in reqs if grammars.get_grammar(req) is not None} - {None}
         pristine = {key: self._get_unused(key) for key in keys}
         self.clear()
@@ -67,20 +68,24 @@ class CompiledGrammars:
             grammars.replace_cache(self._backend, pristine)
 
     def clear(self) -> None:
-        """What was compiled for a switch is not wanted any more."""
+        """Drop what was compiled for a switch."""
         self._made.clear()
 
     def _get_unused(self, key: Key) -> Any:
-        """One that no request uses."""
+        """The grammar for ``key`` that no request uses."""
         if key in self._made:
             return self._made[key].result()[0]
         return grammars.get_cached(self._backend, key) or self._make(key, 0)[0]
 
     @contextmanager
     def use_for_rebuild(self, held: Any | None, compiling: bool, given_up: bool = False) -> Iterator[None]:
-        """Inside the block SGLang makes a request again: with the grammar ``held`` by the request itself, or the future
-        one, if it was here; ``compiling``: with one that may not be ready and waits for its turn; ``given_up``: it was
-        aborted and has none any more, maybe because that takes for ever."""
+        """Have SGLang, which makes a request again inside the block, find its grammar here.
+
+        Args:
+            held: the request's own grammar, or the future one, if the request was here.
+            compiling: whether the grammar may not be ready, and waits for its turn.
+            given_up: whether the request was aborted and has none any more, maybe because that takes for ever.
+        """
         self._rebuilding = held, compiling, given_up
         try:
             yield
@@ -92,7 +97,7 @@ class CompiledGrammars:
             self._made[key] = grammars.submit(self._backend, self._make, key, count)
 
     def _make(self, key: Key, count: int) -> list[Any]:
-        """One to keep, and ``count`` to give away: with llguidance each takes as long as the first."""
+        """Make one grammar to keep, and ``count`` to give away: with llguidance each takes as long as the first."""
         first = grammars.compile_grammar(self._backend, key)
         return [first, *(grammars.copy_grammar(first) for _ in range(count))]
 
@@ -104,7 +109,7 @@ class CompiledGrammars:
         return grammar
 
     def _lookup(self, key: Key, require_reasoning: bool) -> tuple[Any, bool]:
-        """SGLang's, and whether it is ready; see :meth:`use_for_rebuild`."""
+        """Find a grammar, and whether it is ready; see :meth:`use_for_rebuild`."""
         if self._rebuilding is None:
             return self._sglang_lookup(key, require_reasoning)
         held, compiling, given_up = self._rebuilding

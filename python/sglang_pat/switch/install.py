@@ -54,7 +54,7 @@ def install_requests(scheduler: SwitchingScheduler, incoming: IncomingRequests) 
 
 
 class _Slots:
-    """Where the tokens of requests lie, entered one request after the other; in host memory until :meth:`upload`.
+    """Slots of the tokens of requests, entered one request after the other; in host memory until :meth:`upload`.
 
     Where two groups bring the same tokens, the radix tree keeps the first copy, and the slots of the second are freed:
     requests that share slots with the second one follow it.
@@ -67,13 +67,13 @@ class _Slots:
         self._freed: list[np.ndarray] = []
 
     def enter(self, req: Req, row: np.ndarray, shared: int, decodes: bool) -> np.ndarray:
-        """The slots of ``req``'s tokens.
+        """Enter the tokens of ``req``; returns their slots.
 
         What waits leaves its KV in the tree, where it is found again; it may be evicted there if those that decode
         need the room, like all that the tree keeps.
 
         Args:
-            row: its slots in the plan, of which it shares the first ``shared`` with a request that was entered before.
+            row: the slots of ``req`` in the plan, the first ``shared`` of which a request has that was entered before.
         """
         slots, node, protected = self._now[row], self._root, shared
         if self._keeps:
@@ -86,7 +86,7 @@ class _Slots:
         return slots
 
     def upload(self) -> None:
-        """Have the tree's slots on the device, and give back those of which it has another copy."""
+        """Put the tree's slots on the device, and give back those of which it has another copy."""
         freed = np.concatenate(self._freed) if self._freed else ()
         if len(freed):
             kv.free_slots(self._scheduler, freed)

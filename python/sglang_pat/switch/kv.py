@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 
 def count_staged_elements(n: int, head_count: int, dim_k: int, dim_v: int) -> int:
-    """Elements of the staging buffer for n slots."""
+    """Number of elements of the staging buffer for ``n`` slots."""
     return n * head_count * (dim_k + dim_v)
 
 
 class Parts:
-    """Which slots and heads to copy: made once, used for every layer.
+    """Slots and heads to copy: made once, used for every layer.
 
     One call serves K and V of one layer and all peers.  Arguments, here and of the kernels:
 
@@ -73,11 +73,11 @@ class Parts:
         self._tables = [upload(np.asarray(t), torch.int64, slots.device) for t in (part_offsets, head_begin)]
 
     def pack(self, k: torch.Tensor, v: torch.Tensor, staged: torch.Tensor) -> None:
-        """Copies pool rows into ``staged``: C++ on CPU, Triton on CUDA."""
+        """Copy pool rows into ``staged``: C++ on CPU, Triton on CUDA."""
         self._run("kv_pack", k, v, staged)
 
     def unpack(self, k: torch.Tensor, v: torch.Tensor, staged: torch.Tensor) -> None:
-        """Copies ``staged`` into pool rows, the inverse of :meth:`pack`."""
+        """Copy ``staged`` into pool rows, the inverse of :meth:`pack`."""
         self._run("kv_unpack", k, v, staged)
 
     def _run(self, kernel: str, k: torch.Tensor, v: torch.Tensor, staged: torch.Tensor) -> None:
@@ -120,7 +120,7 @@ class Staging:
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(COUNT + 1)]
 
     def reserve(self, out: int, into: int) -> None:
-        """Have at least so many bytes in each buffer that goes out, and in the one that comes in.
+        """Reserve at least ``out`` bytes in each buffer that goes out, and ``into`` in the one that comes in.
 
         Raises:
             RuntimeError: the device has no memory left (``torch.OutOfMemoryError``).
@@ -143,20 +143,20 @@ class Staging:
         self._buffers = [buffer.new_empty(0) for buffer in self._buffers]
 
     def get_buffers(self, out: int, into: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The buffers as so many elements of ``dtype``, 1-D; those that go out first."""
+        """The buffers as ``out`` and ``into`` elements of ``dtype``, 1-D; those that go out first."""
         sizes = [size * dtype.itemsize for size in [out] * COUNT + [into]]
         self.reserve(sizes[0], sizes[-1])
         return [buffer[:size].view(dtype) for buffer, size in zip(self._buffers, sizes, strict=True)]
 
 
 def _wait(work: dist.Work | None) -> None:
-    """Until the layer that was started last is here."""
+    """Wait until the layer that was started last is here."""
     assert work is not None, "incoming comes after start"
     work.wait()
 
 
 class AllToAll:
-    """Through :class:`Staging` and the group's ``all_to_all_single``: any backend, any device.
+    """A carrier through :class:`Staging` and the group's ``all_to_all_single``: any backend, any device.
 
     Used by all ranks of a group together, as are the other carriers::
 
@@ -171,11 +171,11 @@ class AllToAll:
     stream beside the caller's.
 
     Args:
-        elements: what each rank of the group sends to each, int ``[ranks, ranks]``, zero on the diagonal.
-        staying: elements that go through the buffer without leaving this rank.
+        elements: number of elements that each rank sends to each, int ``[ranks, ranks]``, zero on the diagonal.
+        staying: number of elements that go through the buffer without leaving this rank.
 
     Attributes:
-        sent: elements of a layer that leave this rank.
+        sent: number of elements of a layer that leave this rank.
     """
 
     def __init__(
@@ -204,13 +204,13 @@ class AllToAll:
 
 
 class DirectTransfer:
-    """Through :class:`Windows`: peers unpack from where this rank packed.
+    """A carrier through :class:`Windows`: peers unpack from where this rank packed.
 
     Before another carrier begins all ranks must have met: a peer may still read the last layer.
 
     Args:
         members: rank in the windows' group of each rank of ``group``.
-        elements, staying, sent: as of :class:`AllToAll`.
+        elements, staying, sent: as in :class:`AllToAll`.
 
     Raises:
         OSError, ValueError: this rank has no memory for the windows.
@@ -254,11 +254,11 @@ class DirectTransfer:
 
 
 class AllGather:
-    """PAT's way (section 4.3), to compare with: every rank gets all that each rank has packed, and cuts its part out.
+    """A carrier in PAT's way (section 4.3), to compare with: every rank gets everything, and cuts its part out.
 
     Args:
-        elements, staying, sent: as of :class:`AllToAll`.
-        most: elements that the rank with most of them packs: an all-gather wants one size.
+        elements, staying, sent: as in :class:`AllToAll`.
+        most: number of elements that the rank with most of them packs: an all-gather wants one size.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ def _list_incoming(elements: np.ndarray, me: int, staying: int) -> list[tuple[in
 
 
 def reserve(layouts: Layouts, staging: Staging, new: ParallelLayout, tokens: int) -> None:
-    """Take memory, before the pause, to move the KV of so many tokens; what grows until then is taken in the pause.
+    """Take memory, before the pause, to move the KV of ``tokens`` tokens; what grows until then is taken in the pause.
 
     Raises:
         OSError, RuntimeError: there is not enough memory.
@@ -319,7 +319,7 @@ def prepare(
     requests: Sequence[plan.LiveRequest],
     rows: list[np.ndarray],
 ) -> KvExchange | None:
-    """This rank's part, or None if no KV moves in its exchange group.
+    """Make this rank's part of the exchange, or None if no KV moves in its exchange group.
 
     Args:
         plans: the plan of every new group that a member of the exchange group will belong to.
@@ -374,7 +374,7 @@ class KvExchange:
         self._sends = Parts(send_slots, exchange.send_offsets, exchange.send_heads, exchange.heads)
         self._receives: dict[tuple[int, int], Parts] = {}
         self.bytes_sent = carrier.sent * sample.dtype.itemsize * source.num_layers
-        """To other ranks, all layers."""
+        """Number of bytes that go to other ranks, of all layers."""
         self.place = exchange.place
         """Slot of the new pool view for each slot of the plan, int64 ``[total + 1]``."""
 

@@ -20,7 +20,7 @@ import triton.language as tl
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 TILE_WORDS = 2048
-"""Words that one program has in flight; at most ``MAX_COLUMNS`` of them in one row."""
+"""Number of words that one program has in flight; at most ``MAX_COLUMNS`` of them in one row."""
 MAX_COLUMNS = 256
 
 

@@ -1,4 +1,4 @@
-"""Outputs in order, though a request changes its leader.
+"""Outputs in order (:class:`OutputOrder`), though a request changes its leader.
 
 Before a switch the tokens of a request come from one process, after it from another; over
 separate sockets the second may overtake the first, and text would be shuffled.  Each leader
@@ -31,7 +31,7 @@ def make_fence(rank: int, sent: Mapping[int, int], unsent: Iterable[Mapping[int,
     """Fence of the first output of ``rank`` after a switch.
 
     Args:
-        sent: outputs each leader of the old layout has sent so far.
+        sent: number of outputs that each leader of the old layout has sent so far.
         unsent: fences of those leaders that no output has carried yet.
     """
     fence = dict(sent)
@@ -43,7 +43,7 @@ def make_fence(rank: int, sent: Mapping[int, int], unsent: Iterable[Mapping[int,
 
 @dataclass
 class OutputOrder:
-    """Delivers :class:`NumberedOutput` messages so that every fence holds; holds the others back."""
+    """A queue that delivers :class:`NumberedOutput` messages so that every fence holds, and holds the others back."""
 
     _delivered: dict[int, int] = field(default_factory=dict)
     _held: dict[int, deque[NumberedOutput]] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class OutputOrder:
 
 
 class OutputSender:
-    """Stands for SGLang's ``send_to_detokenizer``: numbers what it sends.
+    """Stand-in for SGLang's ``send_to_detokenizer``, which numbers what it sends.
 
     Args:
         tell: adds to an output what ours say of the requests that it is about.

@@ -26,12 +26,12 @@ class LiveRequest:
     """A request as the plan sees it, in the order of its group's list.
 
     Attributes:
-        tokens: KV tokens it holds; 0 if it goes over as tokens only.
-        shared: leading tokens whose slots it shares with request ``parent`` of the same
+        tokens: number of KV tokens it holds; 0 if it goes over as tokens only.
+        shared: number of leading tokens whose slots it shares with request ``parent`` of the same
             source group and destination (radix-tree prefix); these travel with the parent.
         parent: index in the source group's list, -1 if ``shared`` is 0.
         dest: group of the new layout it goes to.
-        complete: all its tokens but the last have KV; else it waits for a prefill.
+        complete: whether all its tokens but the last have KV; else it waits for a prefill.
     """
 
     tokens: int
@@ -93,7 +93,7 @@ class GroupPlan:
     Attributes:
         rows: for each source group, for each of its requests, the slots of its tokens
             (None for requests that come as tokens only or go elsewhere).
-        decodes: whether it decodes at once; the others wait, with their KV if they have rows.
+        decodes: for each request, whether it decodes at once; the others wait, with their KV if they have rows.
         fresh: for each source group, the number of distinct slots it sends, in order.
         total: slots used; they are ``1 .. total`` (slot 0 is SGLang's padding slot).
     """
@@ -113,8 +113,8 @@ def plan_group(
     ``keep``: into the radix tree.  Whose KV does not fit, or shares a prefix with what does not come, comes as tokens.
 
     Args:
-        max_requests: decode slots.
-        capacity: KV tokens, one more for each request that decodes included.
+        max_requests: number of decode slots.
+        capacity: number of KV tokens, one more for each request that decodes included.
     """
     rows: dict[int, list[np.ndarray | None]] = {}
     decodes: dict[int, list[bool]] = {}
@@ -146,10 +146,10 @@ def plan_group(
 
 
 def list_slots_once(live: Sequence[LiveRequest], rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Slots of all tokens that a group offers, those that requests share once; int64.
+    """Slots of all tokens that a group offers, shared ones once; int64 ``[tokens]``.
 
     Args:
-        rows: slots of each request, at least those of the tokens that it offers.
+        rows: slots of each request, at least for the tokens that it offers.
     """
     parts = [row[request.shared : request.tokens] for request, row in zip(live, rows, strict=True)]
     return np.concatenate([np.empty(0, dtype=np.int64), *parts])
@@ -161,8 +161,8 @@ def match_slots(
     """Slots of the tokens that come from a source group: there, and in the plan; int64 ``[tokens]`` each.
 
     Args:
-        live, old: what the group offers, and :func:`list_slots_once` of it.
-        rows: of the plan for this source, see :class:`GroupPlan`.
+        live, old: the group's offer, and :func:`list_slots_once` of it.
+        rows: rows of the plan for this source, see :class:`GroupPlan`.
     """
     empty = np.empty(0, dtype=np.int64)
     *parts, _ = np.split(old, np.cumsum([request.tokens - request.shared for request in live], dtype=np.int64))
@@ -174,7 +174,7 @@ def match_slots(
 def list_capsules_to_send(
     old: ParallelLayout, new: ParallelLayout, rank: int, mine: Mapping[int, bytes]
 ) -> list[bytes]:
-    """What ``rank`` sends to each rank; ``mine``: of the group that it leads, by group of the new layout."""
+    """Capsules that ``rank`` sends to each rank; ``mine``: those of the group that it leads, by new group."""
     own = old.group_of(rank)
     return [mine.get(new.group_of(to), b"") if old.group_of(to) != own else b"" for to in range(old.num_ranks)]
 
@@ -182,7 +182,7 @@ def list_capsules_to_send(
 def list_capsule_sizes(
     old: ParallelLayout, new: ParallelLayout, rank: int, sizes: Mapping[int, Mapping[int, int]]
 ) -> list[int]:
-    """Bytes that come to ``rank`` from each rank; ``sizes``: of what each old group has, by group of the new layout."""
+    """Number of bytes that come to ``rank`` from each rank; ``sizes``: bytes that each old group has, by new group."""
     found, own, group = [0] * old.num_ranks, old.group_of(rank), new.group_of(rank)
     for source, by_group in sizes.items():
         if source != own:
@@ -255,8 +255,8 @@ class ExchangePlan:
         send_offsets, recv_offsets: int64 ``[members + 2]``, where each part's slots begin.
         send_heads, recv_heads: first local head of each part's slice, int64 ``[members + 1]``.
         heads: number of KV heads in every slice.
-        slots: what each member sends to each, int64 ``[members, members]``; zero on the diagonal.
-        most: slots that the member with most of them has, where all of its own change their slots as well.
+        slots: number of slots that each member sends to each, int64 ``[members, members]``; zero on the diagonal.
+        most: number of slots that the member with most of them has, where all of its own change their slots as well.
         place: slot of the new pool view for each slot of the plan, int64 ``[total + 1]``.
     """
 
@@ -272,25 +272,25 @@ class ExchangePlan:
     place: np.ndarray
 
     def count_elements(self, dim: int) -> np.ndarray:
-        """Elements that each member sends to each in one layer, int64 ``[members, members]``.
+        """Number of elements that each member sends to each in one layer, int64 ``[members, members]``.
 
         Args:
-            dim: elements of K and V together of one head in one slot.
+            dim: number of elements of K and V together of one head in one slot.
         """
         return self.slots * self.heads * dim
 
     @property
     def moving(self) -> int:
-        """Slots whose content moves within this rank."""
+        """Number of slots whose content moves within this rank."""
         return int(self.send_offsets[-1] - self.send_offsets[-2])
 
 
 @dataclass(frozen=True)
 class Move:
-    """What a rank knows when KV is about to move.
+    """Knowledge of a rank when KV is about to move.
 
     Attributes:
-        kv_heads: of the whole model.
+        kv_heads: number of KV heads of the whole model.
         members: ranks that take part, sorted: those of the exchange group, or PAT's way of the larger TP group.
         plans: the plan of every new group that a member belongs to.
         rows: slots, in this rank's old pool view, of each request of its old group.
@@ -307,7 +307,7 @@ class Move:
     requests: Sequence[LiveRequest]
 
     def list_slices(self, dst: int) -> list[HeadSlice]:
-        """What ``dst`` needs from the members."""
+        """Head slices that ``dst`` needs from the members."""
         return list_head_slices(self.old, self.new, self.kv_heads, self.members, dst)
 
     def list_outgoing_slots(self, dest: int) -> np.ndarray:
@@ -322,17 +322,17 @@ class Move:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def list_incoming_slots(self, source: int) -> np.ndarray:
-        """Slots of the plan for what comes from old group ``source`` to this rank's new group."""
+        """Slots of the plan for the KV that comes from old group ``source`` to this rank's new group."""
         fresh = self.plans[self.new.group_of(self.rank)].fresh
         first = 1 + sum(count for group, count in fresh.items() if group < source)
         return np.arange(first, first + fresh.get(source, 0), dtype=np.int64)
 
 
 def plan_exchange(move: Move, gather: bool = False) -> ExchangePlan:
-    """This rank's side of the exchange.
+    """Plan this rank's side of the exchange.
 
     Args:
-        gather: PAT's way (section 4.3, Fig. 7), to compare with: nothing stays in place.
+        gather: whether KV moves in PAT's way (section 4.3, Fig. 7), to compare with: nothing stays in place.
     """
     old, new, members, rank = move.old, move.new, move.members, move.rank
     slices = {(s.src, s.dst): s for dst in members for s in move.list_slices(dst)}

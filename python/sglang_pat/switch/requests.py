@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 def is_engine_idle(scheduler: SwitchingScheduler) -> bool:
-    """Whether no rank of the engine has a request; all of them call this."""
+    """Whether no rank of the engine has a request; all ranks call this."""
     idle = torch.tensor([int(loop.is_idle(scheduler))])
     dist.all_reduce(idle, dist.ReduceOp.MIN, group=scheduler.layouts.groups.world)
     return bool(idle.item())
 
 
 def split_by_kv(scheduler: SwitchingScheduler) -> tuple[list[Req], list[Req], list[np.ndarray]]:
-    """``(live, waiting, rows)`` after a drain: requests that have KV, those that decode first; the others.
+    """``(live, waiting, rows)`` after a drain: requests that have KV, decoding ones first, and the others.
 
     ``rows``: KV slots of the tokens of each live one, int64 ``[tokens]``; the last token has none yet.  Of those that
     do not decode some may have fewer: only some pieces of a prompt are computed, or some KV was evicted.
@@ -58,7 +58,7 @@ def list_decoded_waiting(scheduler: SwitchingScheduler) -> list[Req]:
 
 
 def can_keep_pieces(scheduler: SwitchingScheduler) -> bool:
-    """Whether what is computed of a prompt goes over: KV moves, and there is a tree to wait in."""
+    """Whether the computed pieces of a prompt go over: KV moves, and there is a tree to wait in."""
     return scheduler.adaptive.kv != "recompute" and tree.keeps_kv(scheduler)
 
 
@@ -84,7 +84,7 @@ def _list_parked(scheduler: SwitchingScheduler) -> list[tuple[Req, torch.Tensor]
 
 
 def read_kv_rows(scheduler: SwitchingScheduler, decoding: list[Req], parked: list[torch.Tensor]) -> list[np.ndarray]:
-    """KV slots of the tokens of each, int64 ``[tokens]``; one read of the device for each of the two."""
+    """KV slots of the tokens of each request, int64 ``[tokens]``; one read of the device for each list."""
     rows = kv.read_rows(scheduler, decoding) if decoding else []
     if parked:
         ends = np.cumsum([len(slots) for slots in parked])
@@ -107,7 +107,7 @@ def recompute_all(scheduler: SwitchingScheduler) -> None:
 
 @dataclass(frozen=True, slots=True)
 class UnsentLogprobs:
-    """One list of logprobs: how many of its entries were sent, which do not go over, and the others."""
+    """One list of logprobs: the number of its entries that were sent, which do not go over, and the others."""
 
     sent: int
     entries: list[Any]
@@ -123,9 +123,9 @@ class Capsule:
         state: SGLang's state of it, but for its output; lists of logprobs that are not empty as
             :class:`UnsentLogprobs`.
         times: numeric fields of SGLang's time stats (seconds of this machine's clock).
-        ending: it ends with its next step, for it was aborted.
-        compiling: it waits for its grammar; ``constrained``: it has one, which may be to come.
-        degrees: which TP degree generated which of its tokens.
+        ending: whether it ends with its next step, as it was aborted.
+        compiling: whether it waits for its grammar; ``constrained``: whether it has one, which may be to come.
+        degrees: TP degrees that generated its tokens (``rank/degrees.py``).
     """
 
     sealed: bytes
@@ -139,7 +139,7 @@ class Capsule:
 
 
 def pickle_request(req: Req) -> bytes:
-    """What of ``req`` never changes, pickled on first use: before the pause, in PREPARE.
+    """Pickle what never changes in ``req``, on first use: before the pause, in PREPARE.
 
     ``req.pat_request`` and ``req.pat_prompt`` were attached by the adaptive scheduler when the request came in.
     """
@@ -149,7 +149,7 @@ def pickle_request(req: Req) -> bytes:
 
 
 def serialize_request(req: Req) -> Capsule:
-    """The capsule of ``req``, which is not touched but for its seal."""
+    """Make the capsule of ``req``, which is not touched but for its seal."""
     output, state = host.read_state(req, req.pat_request)
     for name in host.LOGPROBS:
         if entries := state.get(name):
@@ -179,7 +179,7 @@ def restore_state(req: Req, capsule: Capsule) -> None:
 
 
 def rebuild_request(scheduler: SwitchingScheduler, capsule: Capsule, held_grammar: Any | None = None) -> Req:
-    """A ``Req`` of this scheduler, in the state in which ``capsule`` found it.
+    """Make a ``Req`` of this scheduler, in the state in which ``capsule`` found it.
 
     ``held_grammar``: its grammar as it stands, or the future one, if it was here before.
     """
@@ -203,7 +203,7 @@ def rebuild_request(scheduler: SwitchingScheduler, capsule: Capsule, held_gramma
 
 @dataclass
 class GroupOffer:
-    """What one old group puts on the table, from its leader.
+    """The requests of one old group, offered by its leader.
 
     Attributes:
         live: the plan's view of the requests that have KV: those that decode in batch order, then those that wait for a
@@ -211,11 +211,11 @@ class GroupOffer:
         waiting: destination group of each request that waits for a prefill.
         capsules: destination group -> bytes of its requests' capsules, pickled together, live ones first; only of
             groups with ranks that do not hold these requests already, which get them from this leader.
-        sent: outputs this leader has sent so far (``sglang_pat.switch.order``).
-        fence: what its next output would have carried as a fence.
+        sent: number of outputs that this leader has sent so far (``sglang_pat.switch.order``).
+        fence: the fence that its next output would have carried.
         weight_version: number of weight updates this rank has applied.
-        entered: when each request came into the queue, by the leader's clock; live ones first.
-        taken: what ranks of a new group take over from their leader (``loop.COUNTERS``).
+        entered: time when each request came into the queue, by the leader's clock; live ones first.
+        taken: values that ranks of a new group take over from their leader (``loop.COUNTERS``).
     """
 
     live: list[plan.LiveRequest] = field(default_factory=list)
@@ -233,10 +233,10 @@ class IncomingRequests:
     """Requests of this rank's new group, rebuilt.
 
     Attributes:
-        decoding: request, its slots in the plan (int64 ``[tokens]``), and how many of them it shares with an earlier
-            one.
+        decoding: request, its slots in the plan (int64 ``[tokens]``), and the number of slots that it shares with an
+            earlier one.
         waiting: requests that start with a prefill.
-        parked: those of them whose KV came along, as in ``decoding``.
+        parked: waiting requests whose KV came along, as in ``decoding``.
         place: slot of the new pool view for each slot of the plan, int64 ``[num_slots + 1]``.
         entered: rid -> when it came into the queue, of those that this rank held: their leader's clock counts, since
             priority scheduling sorts by it.
@@ -250,7 +250,7 @@ class IncomingRequests:
 
     @property
     def num_slots(self) -> int:
-        """KV slots in use."""
+        """Number of KV slots in use."""
         return len(self.place) - 1
 
     @property
@@ -261,19 +261,18 @@ class IncomingRequests:
 
 
 def compute_least_moved(scheduler: SwitchingScheduler, recompute_below: int) -> int:
-    """KV tokens that a request must have to be moved with them, by ``--pat-kv`` and by a command's
-    ``recompute_below``."""
+    """Least number of KV tokens with which a request is moved, by ``--pat-kv`` and a command's ``recompute_below``."""
     return (
         NO_KV if recompute_below == NO_KV else {"migrate": 0, "auto": recompute_below}.get(scheduler.adaptive.kv, NO_KV)
     )
 
 
 GROWTH = 16
-"""Tokens that a request may still get between PREPARE and the pause: memory for them costs less than taking it then."""
+"""Number of tokens that a request may still get between PREPARE and the pause, for which memory is taken before."""
 
 
 def count_tokens_to_move(scheduler: SwitchingScheduler, recompute_below: int = 0) -> int:
-    """KV tokens, about, that a switch would move if it came now; ``recompute_below``: of the command."""
+    """Number of KV tokens, about, that a switch would move if it came now; ``recompute_below``: the command's."""
     lengths = [kv.count_kv(req) + GROWTH for req in loop.list_running(scheduler)]
     lengths += [host.count_tokens(req) for req in list_decoded_waiting(scheduler)]
     least = compute_least_moved(scheduler, recompute_below)
@@ -284,7 +283,7 @@ def count_tokens_to_move(scheduler: SwitchingScheduler, recompute_below: int = 0
 
 
 def seal_requests(scheduler: SwitchingScheduler, new: ParallelLayout) -> list[Grammar]:
-    """Before the pause: pickle what of this group's requests never changes, if it is going to travel.
+    """Pickle, before the pause, what never changes in this group's requests, if it is going to travel.
 
     Returns:
         Grammars that the ranks of other groups will need.
@@ -305,11 +304,11 @@ def make_offer(
     rows: list[np.ndarray],
     recompute_below: int,
 ) -> tuple[GroupOffer, dict[int, bytes]]:
-    """This group's offer, and the leader's capsules; else every rank of a group computes the same.
+    """Make this group's offer; all ranks of a group compute the same, and its leader adds the capsules.
 
     Args:
         rows: KV slots of the live requests, int64 ``[tokens]`` each.
-        recompute_below: of the command; but of requests in the middle of a prefill: where switches come often, each
+        recompute_below: the command's; but of requests in the middle of a prefill: where switches come often, each
             piece would be lost before the next one.
     """
     layouts = scheduler.layouts
@@ -356,13 +355,13 @@ def make_offer(
 def send_capsules(
     scheduler: SwitchingScheduler, new: ParallelLayout, offers: dict[int, GroupOffer], mine: dict[int, bytes]
 ) -> dict[int, bytes]:
-    """Capsules from the leaders to the ranks that need them, and to no other; all ranks take part.
+    """Send capsules from the leaders to the ranks that need them, and to no other; all ranks take part.
 
     Args:
-        mine: what this rank sends, by destination group; empty unless it leads.
+        mine: capsules that this rank sends, by destination group; empty unless it leads.
 
     Returns:
-        What comes to this rank, by source group.
+        Capsules that come to this rank, by source group.
     """
     old, rank = scheduler.layouts.layout, scheduler.rank
     sends = plan.list_capsules_to_send(old, new, rank, mine)
@@ -395,7 +394,7 @@ def rebuild_requests(
     held: list[Req],
     place: np.ndarray,
 ) -> IncomingRequests:
-    """The requests that come to this rank's new group, decoding ones in plan order.
+    """Rebuild the requests that come to this rank's new group, decoding ones in plan order.
 
     Those that decode before and after, and that this rank ``held`` (live ones first, as in its own group's offer), go
     on as they are: all ranks of a group keep the same account of a request.  The others are rebuilt.  Nothing of what

@@ -1,4 +1,4 @@
-"""What a switch uses of the scheduler of its rank (``host/scheduler.py``); the type checker holds that."""
+"""Attributes of a rank's scheduler (``host/scheduler.py``) that a switch uses; the type checker holds the list."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_pat.switch.order import OutputSender
 
 
 class SwitchingScheduler(SglangScheduler, Protocol):
-    """What is ours of it; the rest is SGLang's, and for the operations of ``host/`` alone."""
+    """Our attributes of a rank's scheduler; SGLang's are for the operations of ``host/`` alone."""
 
     adaptive: AdaptiveConfig
     rank: int

@@ -1,4 +1,4 @@
-"""Between host memory and a rank's device: a switch crosses here and nowhere else.
+"""Copies between host memory and a rank's device: a switch makes them here and nowhere else.
 
 A copy to a GPU waits for nothing, a copy from it waits for all work that was launched before.  On a CPU nothing is
 copied.
@@ -29,6 +29,6 @@ def download(tensor: torch.Tensor) -> np.ndarray:
 
 
 def synchronize(device: Device) -> None:
-    """Wait until the device has done all that was launched, and raise what went wrong there."""
+    """Wait until the device has done everything that was launched, and raise what went wrong there."""
     if torch.device(device).type == "cuda":
         torch.cuda.current_stream().synchronize()

@@ -1,6 +1,6 @@
 """Float32 on a GPU, in which all layouts must give the same tokens: what SGLang, Triton and torch lack for it.
 
-Without this a model fails in its first step, or layouts differ by some 1e-3 in a logit.
+Else a model fails in its first step, or layouts differ by some 1e-3 in a logit.
 
 Upstream: ``docs/upstream/float32.md``
 """
@@ -20,7 +20,7 @@ from sglang_pat.host.assign import assign
 
 
 def force_float32(args: ServerArgs) -> None:
-    """In float32 on a GPU have everything computed in it; to be called before a model is built or a kernel compiled.
+    """Have everything computed in float32 on a GPU; to be called before a model is built or a kernel compiled.
 
     - SGLang's kernel library has no float32 for a norm without a residual, with which every model begins: by torch.
     - SGLang has products of experts rounded to float16 in float32, too.
@@ -36,5 +36,5 @@ def force_float32(args: ServerArgs) -> None:
 
 
 def _multiply_by_experts(*tensors: Any, **options: Any) -> None:
-    """SGLang's ``invoke_fused_moe_kernel``, whose results are float32."""
+    """Call SGLang's ``invoke_fused_moe_kernel`` with results in float32."""
     fused_moe_triton_kernels.invoke_fused_moe_kernel(*tensors, **options | {"compute_type": tl.float32})

@@ -77,7 +77,7 @@ def unmask_empty_rows(logits: torch.Tensor) -> None:
 
 
 class MendedModelRunner(ModelRunner):
-    """SGLang's, whose requests cannot end it by what they forbid."""
+    """SGLang's ``ModelRunner``, whose requests cannot end it by what they forbid."""
 
     def _preprocess_logits(self, logits_output: LogitsProcessorOutput, sampling_info: SamplingBatchInfo) -> None:
         guard(sampling_info)

@@ -11,7 +11,7 @@ import torch
 
 
 def find_jit_problem() -> str | None:
-    """What is wrong with the first of them, in one line, or None.
+    """Compile one of these kernels; returns what is wrong, in one line, or None.
 
     Needs CUDA.  Takes some ten seconds where it was not compiled before.
     """

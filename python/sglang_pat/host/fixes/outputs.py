@@ -1,4 +1,4 @@
-"""What a rank sends of requests that ask for different things, and happen to be in one batch.
+"""Outputs of requests that ask for different things, and happen to be in one batch.
 
 SGLang (0.5.12) lays some of it out as if all had asked for the same: a request gets what belongs to another one, or the
 server or a rank ends.
@@ -48,7 +48,7 @@ def drop_scores_without_tokens(reqs: list[Req]) -> None:
 
 
 def abort(abort: AbortReq, req: Req) -> None:
-    """``req``, which waits, has ended as ``abort`` says."""
+    """End ``req``, which waits, as ``abort`` says."""
     given: dict[str, Any] = abort.finished_reason or {}
     message = given.get("message") or abort.abort_message or "Abort in waiting queue"
     status: HTTPStatus | None = given.get("status_code")
@@ -58,8 +58,10 @@ def abort(abort: AbortReq, req: Req) -> None:
 
 
 def keep_routed_experts() -> None:
-    """Let requests that are retracted take the experts of their tokens along: SGLang forgets them with their KV, and
-    when such a request is aborted before it has KV again, its answer has none."""
+    """Let requests that are retracted take the experts of their tokens along.
+
+    SGLang forgets them with their KV: when such a request is aborted before it has KV again, its answer has none.
+    """
     release = ScheduleBatch.release_req
     if hasattr(release, "pat_mended"):
         return
@@ -75,8 +77,7 @@ def keep_routed_experts() -> None:
 
 
 def _read_experts(req: Req, pool: ReqToTokenPool) -> torch.Tensor | None:
-    """``[tokens - 1, layers, experts per token]`` of those that the client asked for, as the table has them; None if it
-    asked for none."""
+    """Experts that the client of ``req`` asked for, ``[tokens - 1, layers, experts per token]``; None if for none."""
     if not req.return_routed_experts or (capturer := get_global_experts_capturer()) is None:
         return None
     start = min(req.routed_experts_start_len, req.seqlen - 1)
@@ -84,10 +85,10 @@ def _read_experts(req: Req, pool: ReqToTokenPool) -> torch.Tensor | None:
 
 
 def collect_experts(req: Req, slots: torch.Tensor) -> None:
-    """The experts of the tokens of ``req``, which asks for them, waits and is aborted; none if some are not known.
+    """Attach the experts of its tokens to ``req``, which waits and is aborted; none if some are not known.
 
     Args:
-        slots: of its KV, which may wait in the radix tree, ``[tokens]``.
+        slots: slots of its KV, which may wait in the radix tree, ``[tokens]``.
     """
     if (capturer := get_global_experts_capturer()) is None:
         return
@@ -100,7 +101,7 @@ def collect_experts(req: Req, slots: torch.Tensor) -> None:
 
 
 class OwnRows:
-    """Stands for the hidden states of a prefill, ``[tokens of all requests, width]``.
+    """Stand-in for the hidden states of a prefill, ``[tokens of all requests, width]``.
 
     SGLang cuts a piece as long as the prompt for each request that asks, one after the other: of a batch in which some
     do not ask, or have a cached prefix, it gets the rows of others.  Here each gets its own, whatever is cut: those of
@@ -122,7 +123,7 @@ class OwnRows:
 
 
 def complete_token_ids(batch: ScheduleBatch) -> None:
-    """Where some requests of ``batch`` ask for the logprobs of given tokens, let the others ask for none.
+    """Let the others of ``batch`` ask for no logprobs of given tokens, where some requests ask for them.
 
     A rank of SGLang (0.5.12) dies of None beside a list.  Replicas that had one kind each become one batch in a switch.
     """

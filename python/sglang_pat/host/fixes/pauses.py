@@ -1,4 +1,4 @@
-"""What comes in a pause, while memory is released, or beside an update of the weights: who waits for what.
+"""Order of what comes in a pause, while memory is released, or beside an update of the weights.
 
 Requests wait at a *gate* before they go to the ranks.  SGLang has a condition and a lock of its own there.  With them
 an abort does not reach who waits, an update and a pause wait for each other, and of several updates one is answered.
@@ -27,17 +27,17 @@ from sglang_pat.host.fixes.request_lifetime import TrackingTokenizerManager, Wai
 from sglang_pat.host.fixes.weight_updates import NOT_FLUSHED
 
 AGAIN_SECONDS = 1.0
-"""A pause that aborts does so again after it, as SGLang's does."""
+"""Time after which a pause that aborts does so again, as SGLang's does."""
 FLUSH_SECONDS = 0.1
-"""Between two flushes, of which the first failed though nothing ran."""
+"""Time between two flushes, of which the first failed though nothing ran."""
 
 
 class Gate:
-    """Stands for SGLang's ``is_pause_cond`` and for its ``model_update_lock``, which nobody has to wait for then.
+    """Stand-in for SGLang's ``is_pause_cond`` and for its ``model_update_lock``, for which nobody waits then.
 
     Args:
         enter: waits until the request that asks may pass.
-        opened: generation goes on.
+        opened: called when generation goes on.
     """
 
     reader_lock = writer_lock = nullcontext()
@@ -50,24 +50,24 @@ class Gate:
     async def __aexit__(self, *error: object) -> None: ...
 
     async def wait_for(self, predicate: Callable[[], bool]) -> None:
-        """Of SGLang only ``generate_request`` calls it."""
+        """Wait at the gate; only SGLang's ``generate_request`` calls this."""
         await self._enter()
 
 
 class PausingTokenizerManager(TrackingTokenizerManager):
-    """One gate for requests: shut in a pause, while memory is released, and for an update of the weights."""
+    """A manager with a gate, which is shut in a pause, while memory is released, and for an update of the weights."""
 
     def pat_init_states(self) -> None:
         super().pat_init_states()
         self._pat_at_gate = Waiters()
-        """Calls, by number."""
+        """Calls that wait at the gate, by number."""
         self._pat_stopped = ""
         """The mode of the pause in which ranks make no step, while there is one."""
         self._pat_released: set[str] = set()
         self._pat_updates = 0
-        """Updates of the weights that are under way, or wait."""
+        """Number of updates of the weights that are under way, or wait."""
         self._pat_order, self._pat_updating, self._pat_memory = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
-        """Of pauses and their ends; of updates; of releases and resumes: each waits for those before it."""
+        """Locks of pauses and their ends, of updates, and of releases and resumes: each waits for those before it."""
         self._pat_asking: asyncio.Task | None = None
 
     # -- the gate ---------------------------------------------------------------------------------
@@ -83,11 +83,11 @@ class PausingTokenizerManager(TrackingTokenizerManager):
     # -- probes -----------------------------------------------------------------------------------
 
     def pat_should_block_probe(self, obj: Any) -> bool:
-        """Whether it is a health probe that no rank would get now."""
+        """Whether ``obj`` is a health probe that no rank would get now."""
         return self._pat_is_gate_closed() and isinstance(obj.rid, str) and obj.rid.startswith(HEALTH_CHECK_RID_PREFIX)
 
     def pat_ask_ranks(self) -> asyncio.Future:
-        """All leaders answer, also in a pause: whoever probes looks whether anything has come from them."""
+        """Have all leaders answer, also in a pause: whoever probes looks whether anything has come from them."""
         if self._pat_asking is None or self._pat_asking.done():
             self._pat_asking = asyncio.ensure_future(self.get_internal_state())
         return asyncio.shield(self._pat_asking)
@@ -95,7 +95,7 @@ class PausingTokenizerManager(TrackingTokenizerManager):
     # -- pauses -----------------------------------------------------------------------------------
 
     async def pause_generation(self, obj) -> None:
-        """SGLang's.  In the mode ``abort`` ranks go on, so that what is aborted ends, also after another pause."""
+        """Pause.  In the mode ``abort`` ranks go on, so that what is aborted ends, also after another pause."""
         async with self._pat_order:
             self.is_pause = True
             if any(rid.startswith(HEALTH_CHECK_RID_PREFIX) for rid in self.rid_to_state):
@@ -122,7 +122,7 @@ class PausingTokenizerManager(TrackingTokenizerManager):
             self.pat_abort_inside()
 
     async def continue_generation(self, obj) -> None:
-        """SGLang's, once the updates that came in the pause are made."""
+        """Continue as SGLang does, once the updates that came in the pause are made."""
         async with self._pat_order:
             if self.is_pause:
                 await self._pat_waiters.wait_until(lambda: not self._pat_updates)
@@ -133,7 +133,7 @@ class PausingTokenizerManager(TrackingTokenizerManager):
 
     @asynccontextmanager
     async def pat_pause_for_update(self, obj: Any) -> AsyncIterator[None]:
-        """One after the other, in the order in which they came; each once nothing runs, or ranks are paused.
+        """Run an update inside the block: one after the other, each once nothing runs, or ranks are paused.
 
         Raises:
             RuntimeError: requests were aborted, and do not end.
@@ -168,8 +168,10 @@ class PausingTokenizerManager(TrackingTokenizerManager):
         return await self._pat_run_update(super().update_weights_from_ipc, obj, request)
 
     async def _pat_run_update(self, update: Callable[..., Awaitable[Any]], obj: Any, request: Any) -> tuple[Any, ...]:
-        """What ``update``, SGLang's, answers: success, message, ….  Weights that are new have their version, whatever
-        else has failed."""
+        """Run SGLang's ``update`` and return its answer: success, message, ….
+
+        Weights that are new have their version, whatever else has failed.
+        """
         async with self.pat_pause_for_update(obj):
             success, message, *others = await update(obj, request)
             if not success and all(part == NOT_FLUSHED for part in message.split(" | ")):
@@ -181,7 +183,7 @@ class PausingTokenizerManager(TrackingTokenizerManager):
     # -- the cache, and memory --------------------------------------------------------------------
 
     async def flush_cache(self, timeout_s: float | None = None) -> FlushCacheReqOutput:
-        """SGLang's; its time limit is kept here.  On a rank all that needs its answers would wait for it."""
+        """Flush with SGLang's time limit, kept here: on a rank everything that needs its answers would wait for it."""
         clock = asyncio.get_running_loop().time
         end = clock() + (timeout_s or 0.0)
         while timeout_s and clock() < end:
@@ -198,7 +200,7 @@ class PausingTokenizerManager(TrackingTokenizerManager):
         return await super().flush_cache()
 
     async def release_memory_occupation(self, obj, request=None) -> None:
-        """SGLang's; its ranks would assert that they are idle.  Requests wait until all of it is taken back.
+        """Release memory; SGLang's ranks would assert that they are idle.  Requests wait until all of it is taken back.
 
         Raises:
             ValueError: requests run; nothing is released.
@@ -223,7 +225,7 @@ class PausingTokenizerManager(TrackingTokenizerManager):
             raise
 
     async def resume_memory_occupation(self, obj, request=None) -> None:
-        """Raises RuntimeError: a rank has failed."""
+        """Take released memory back; raises RuntimeError if a rank has failed."""
         self.auto_create_handle_loop()
         async with self._pat_memory:
             _check_replies(await self.resume_memory_occupation_communicator(obj))

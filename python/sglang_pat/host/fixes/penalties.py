@@ -25,7 +25,7 @@ _StockPenalties = penaltylib.BatchedPenalizerOrchestrator
 
 
 class BatchedMinNewTokensAtOnce(penaltylib.BatchedMinNewTokensPenalizer):
-    """SGLang's, which makes a tensor on the device for each request; here all come in one copy."""
+    """SGLang's penalizer, which makes a tensor on the device for each request; here all come in one copy."""
 
     def _prepare(self) -> None:
         reqs, device, vocab = self.orchestrator.reqs(), self.orchestrator.device, self.orchestrator.vocab_size
@@ -68,7 +68,7 @@ class OrderedPenalties(_StockPenalties):
 
 
 def _count_delayed_tokens(req: Req) -> int:
-    """With overlap scheduling, the token of ``req`` that is counted when its next decode step is launched."""
+    """The token of ``req`` that is counted when its next decode step is launched, with overlap scheduling."""
     step = req.kv_committed_len - len(req.origin_input_ids)
     return req.output_ids[step - 1] if step else req.origin_input_ids[-1]
 
@@ -77,7 +77,7 @@ def list_counted_tokens(req: Req, overlap: bool, decode: bool) -> list[int]:
     """The tokens that SGLang has counted for ``req`` when it is about to make a step.
 
     Args:
-        decode: a decode step, which counts one more token when it is launched.
+        decode: whether it is a decode step, which counts one more token when it is launched.
     """
     tokens = req.origin_input_ids[-1:] + req.output_ids if overlap else req.output_ids
     return tokens[: len(req.output_ids) - decode]
@@ -113,7 +113,7 @@ def make_sampling_info(batch: ScheduleBatch, decode: bool) -> SamplingBatchInfo:
 
 
 def _make_logit_bias(biases: Sequence[Mapping[str, float] | None], vocab: int, device: str) -> torch.Tensor:
-    """What SGLang makes of the requests' ``logit_bias``: float32 ``[requests, vocab]``."""
+    """Make SGLang's tensor of the requests' ``logit_bias``, float32 ``[requests, vocab]``."""
     rows = [{int(token): value for token, value in (bias or {}).items()} for bias in biases]
     place = [row * vocab + token for row, bias in enumerate(rows) for token in bias]
     values = list(chain.from_iterable(bias.values() for bias in rows))

@@ -28,7 +28,7 @@ from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 from sglang_pat.rank import degrees
 
 LEFT_SECONDS = 60.0
-"""The longest wait for requests to end that nobody waits for any more."""
+"""Longest wait for the end of requests that nobody waits for any more."""
 
 
 class Waiters:
@@ -38,7 +38,7 @@ class Waiters:
         self._waiting: dict[Any, tuple[asyncio.Future, Callable[[], bool]]] = {}
 
     async def wait_until(self, true: Callable[[], bool], key: Any = None) -> None:
-        """Return when ``true()`` holds; it is asked again by :meth:`check`, of all waiters or of this ``key``."""
+        """Wait until ``true()`` holds; :meth:`check` asks it again, of all waiters or of this ``key``."""
         key = object() if key is None else key
         while not true():
             future = asyncio.get_running_loop().create_future()
@@ -49,7 +49,7 @@ class Waiters:
                 del self._waiting[key]
 
     def check(self, *keys: Any) -> None:
-        """Something has changed, for all or for these only."""
+        """Ask all waiters again, or those of ``keys`` only: something has changed."""
         for key in keys or list(self._waiting):
             future, true = self._waiting.get(key, (None, bool))
             if future is not None and not future.done() and true():
@@ -57,7 +57,7 @@ class Waiters:
 
 
 class TrackingTokenizerManager(TokenizerManager):
-    """Knows of each request whether it may go to a rank, whether one has it, and whether somebody waits for it.
+    """A manager that knows whether a request may go to a rank, whether one has it, and whether somebody waits for it.
 
     A *call* of ``generate_request`` (``host/tokenizer.py``) has one request (*part*) for each prompt and each of its n
     responses.  Of each part's state ``pat_inside`` says that its call has passed the gate
@@ -70,26 +70,26 @@ class TrackingTokenizerManager(TokenizerManager):
         self.pat_init_states()
 
     def pat_init_states(self) -> None:
-        """Nobody has called yet."""
+        """Make the state in which nobody has called yet."""
         self._pat_numbers = itertools.count()
         self._pat_parts: dict[int, list[tuple[str, ReqState]]] = {}
         self._pat_inside: set[int] = set()
         self._pat_waiters = Waiters()
-        """Whoever waits for requests to end."""
+        """Waiters for the end of requests."""
         self._pat_named: dict[str, dict[str, ReqState]] = {}
-        """Parts, by a name that a client has for them and that is none of their ids: its id of a whole call, and that
-        of a prompt with n responses."""
+        """Parts by a name that a client has for them and that is none of their ids: its id of a whole call, or of a
+        prompt with n responses."""
 
     def pat_list_active(self) -> Iterator[ReqState]:
-        """Parts that have passed the gate and have not ended, as far as is known here."""
+        """Parts that have passed the gate and are not known to have ended."""
         return (state for state in self.rid_to_state.values() if state.pat_inside and not state.finished)
 
     def pat_list_running(self) -> list[ReqState]:
-        """The same, but for health probes, which nobody ends."""
+        """Active parts but for health probes, which nobody ends."""
         return [state for state in self.pat_list_active() if not state.obj.rid.startswith(HEALTH_CHECK_RID_PREFIX)]
 
     def pat_record_request_end(self, *calls: int) -> None:
-        """Parts have ended; ``calls``: of these, if they may not have passed the gate."""
+        """Note that parts have ended, of ``calls`` if they may not have passed the gate."""
         self._pat_waiters.check()
 
     async def pat_end_running(self) -> int:
@@ -106,7 +106,7 @@ class TrackingTokenizerManager(TokenizerManager):
         return len(running)
 
     async def pat_wait_for_remaining_requests(self, unless: Callable[[], bool] = lambda: False) -> None:
-        """A rank still has them for a step after their abort.
+        """Wait for the end of aborted parts, which a rank still has for a step after their abort.
 
         Raises:
             RuntimeError: some have not ended after a minute.
@@ -121,14 +121,14 @@ class TrackingTokenizerManager(TokenizerManager):
             raise RuntimeError(f"{left()} requests were aborted, and have not ended for {LEFT_SECONDS:.0f} s") from None
 
     def pat_begin_call(self, obj: Any) -> None:
-        """Somebody waits for ``obj``, until :meth:`pat_end_call`."""
+        """Note that somebody waits for ``obj``, until :meth:`pat_end_call`."""
         number = obj.pat_number = next(self._pat_numbers)
         obj.pat_sent = False
         obj.pat_given = obj.rid if isinstance(obj.rid, str) else ""
         self._pat_parts[number] = []
 
     def pat_end_call(self, obj: Any) -> None:
-        """Nothing of ``obj`` goes on.  ``obj.pat_sent`` says then whether a rank had any of it."""
+        """End all that is left of ``obj``.  ``obj.pat_sent`` says then whether a rank had any of it."""
         parts = self._pat_parts.pop(obj.pat_number)
         self._pat_inside.discard(obj.pat_number)
         obj.pat_sent = any(state.pat_sent for _, state in parts)
@@ -142,7 +142,7 @@ class TrackingTokenizerManager(TokenizerManager):
         self.pat_record_request_end()
 
     def _pat_drop_request(self, rid: str, state: ReqState) -> None:
-        """Nobody waits for it any more."""
+        """Drop a part that nobody waits for any more."""
         if self.rid_to_state.get(rid) is not state:
             return  # it has ended
         if state.pat_sent and not state.finished:
@@ -153,7 +153,7 @@ class TrackingTokenizerManager(TokenizerManager):
 
     @contextmanager
     def pat_register_parts(self, obj: Any) -> Iterator[None]:
-        """SGLang makes the states of the parts of ``obj`` meanwhile."""
+        """Register the parts of ``obj``, whose states SGLang makes inside the block."""
         rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
         before = [self.rid_to_state.get(rid) for rid in rids]
         try:
@@ -168,7 +168,7 @@ class TrackingTokenizerManager(TokenizerManager):
                         self._pat_register_segment(rid, state, obj)
 
     def _pat_register_segment(self, rid: str, state: ReqState, obj: Any) -> None:
-        """A part of ``obj``, or a copy of a part: for n > 1 its prompt, then each response."""
+        """Register a part of ``obj``, or a copy of a part: for n > 1 its prompt, then each response."""
         copied = getattr(obj, "pat_names", ())
         given, prompt = state.obj.pat_names = copied or (obj.pat_given, rid)
         number = state.obj.pat_number = obj.pat_number
@@ -183,16 +183,16 @@ class TrackingTokenizerManager(TokenizerManager):
     # -- to the ranks, or not ---------------------------------------------------------------------
 
     def pat_may_send(self, tokenized: Any) -> bool:
-        """Whether it goes to a rank now: it was not aborted before."""
+        """Whether a request goes to a rank now: it was not aborted before."""
         state = self.rid_to_state.get(tokenized.rid)
         if state is not None:
             state.pat_sent = not state.finished
         return state is None or state.pat_sent
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """SGLang's; what no rank has yet is answered here, and is never sent.
+        """Abort as SGLang does; what no rank has yet is answered here, and is never sent.
 
-        ``rid``: of a request; or as a client gave it for several, a batch or n responses, which have ids of their own.
+        ``rid``: id of a request, or the one that a client gave for several, which have ids of their own.
         """
         if abort_all:
             self._pat_end_unsent(list(self.rid_to_state))
@@ -215,14 +215,16 @@ class TrackingTokenizerManager(TokenizerManager):
                 self._handle_abort_req(AbortReq(rid=rid))
 
     def create_abort_task(self, obj: Any) -> BackgroundTasks:
-        """SGLang's aborts the ids of a stream two seconds after its end, whoever has them then.  Here what is left of
-        a call ends with it."""
+        """Make no task: SGLang's would abort the ids of a stream two seconds after its end, whoever has them then.
+
+        Here what is left of a call ends with it.
+        """
         return BackgroundTasks()
 
     # -- from the ranks ---------------------------------------------------------------------------
 
     def _handle_abort_req(self, recv_obj: AbortReq) -> None:
-        """Of a request that waits and has no tokens."""
+        """Handle the abort of a request that waits and has no tokens."""
         state = self.rid_to_state.get(recv_obj.rid)
         if state is None:
             return  # SGLang expects that whoever asked still waits
@@ -234,7 +236,7 @@ class TrackingTokenizerManager(TokenizerManager):
         self.pat_record_request_end(state.obj.pat_number)
 
     def _wait_one_response(self, obj, request=None) -> AsyncIterator[Any]:
-        """SGLang's, for a request that may have ended before anybody begins to wait.
+        """Wait as SGLang does, for a request that may have ended before anybody begins to wait.
 
         SGLang sends all parts of a batch first, and waits for them then.  A short response comes back in between,
         and SGLang would look in vain for its state.

@@ -1,4 +1,4 @@
-"""What a request must be before any rank sees it.
+"""Checks of a request before any rank sees it.
 
 SGLang checks some of it, in the server or on the ranks.  A value that it does not check ends the process that meets it,
 and with it the engine: a token outside the vocabulary, ``top_logprobs_num`` beyond it, NaN, numbers beyond 32 bits.
@@ -33,34 +33,34 @@ from sglang_pat.messages import GENERATED_PARAM, LIMIT_PARAM, ROUND_PARAM, Clien
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 
 MAX_SAMPLES = 65_536
-"""Samples that one request may ask for: prompts times ``n``."""
+"""Most samples that one request may ask for: prompts times ``n``."""
 
 RID_PREFIX = "pat-"
-"""What the ids of the engine's own requests begin with."""
+"""Beginning of the ids of the engine's own requests."""
 
 MAX_RID = 512
-"""Characters of a request's id."""
+"""Most characters of a request's id."""
 
 MAX_BIAS = 1e9
 """Largest ``logit_bias``, up or down; -infinity is taken for the lowest.  More would leave no token to choose from
 where a grammar or ``min_new_tokens`` forbids the others."""
 
 LEAST_REPETITION_PENALTY = 1e-6
-"""Logits are divided by it: less would make them infinite."""
+"""Least repetition penalty: logits are divided by it, and less would make them infinite."""
 
 MAX_TEMPERATURE = 1e30
-"""Of 32-bit floats, with room for what they are multiplied with."""
+"""Largest temperature: a 32-bit float, with room for what it is multiplied with."""
 
 MAX_STOPS = 1024
-"""Stop strings and patterns of a request: each is looked for after every token."""
+"""Most stop strings and patterns of a request: each is looked for after every token."""
 
 MAX_TEXT = {"stop": LONGEST_TEXT // 2} | dict.fromkeys(
     ("stop_regex", "regex", "json_schema", "ebnf", "structural_tag"), 1 << 20
 )
-"""Characters of each text.  SGLang compares every beginning of each stop string with the response."""
+"""Most characters of each text, by field.  SGLang compares every beginning of each stop string with the response."""
 
 MAX_DEPTH = 100
-"""Nesting of ``custom_params`` and of brackets in a grammar: what walks them is recursive, and so is pickle."""
+"""Deepest nesting of ``custom_params`` and of brackets in a grammar: what walks them is recursive, and so is pickle."""
 
 Whole = Annotated[int, msgspec.Meta(ge=0, le=INT32)]
 
@@ -99,7 +99,7 @@ def check_sampling_params(given: Any) -> dict[str, Any]:
     """``given`` with every value in SGLang's own type: 16.0 and true are 16 and 1, as SGLang takes them.
 
     Raises:
-        ValueError: for what SGLang does not take, or would die of.
+        ValueError: a value that SGLang does not take, or would die of.
     """
     if not isinstance(given, dict):
         raise ValueError(f"sampling_params is {_shorten(given)}, must be an object")
@@ -161,7 +161,7 @@ def check_request(obj: GenerateReqInput | EmbeddingReqInput, path: str | None) -
     """Check ``obj`` before SGLang takes it apart, and give its sampling parameters their types.
 
     Args:
-        path: of the HTTP request it came with; None if it comes from this process.
+        path: path of the HTTP request it came with; None if it comes from this process.
     """
     if isinstance(obj, EmbeddingReqInput):
         raise ValueError("the model generates text and does not embed; ask an engine started with --is-embedding")
@@ -197,7 +197,7 @@ def check_request(obj: GenerateReqInput | EmbeddingReqInput, path: str | None) -
 
 
 def check_patterns_together(every: Sequence[Any]) -> None:
-    """Of all samples of a request: their patterns are parsed in the server's event loop."""
+    """Check the patterns of all samples of a request together: the server's event loop parses them."""
     given = [params.get("stop_regex") for params in every if isinstance(params, dict)]
     texts = {text for one in given for text in (one if isinstance(one, list) else [one]) if isinstance(text, str)}
     if sum(map(len, texts)) > MAX_OTHERS:
@@ -208,7 +208,7 @@ def check_patterns_together(every: Sequence[Any]) -> None:
 
 
 def check_text(text: Any) -> None:
-    """Of several prompts some would be on their way when SGLang's tokenizer stumbles over another one."""
+    """Check the text of all prompts first: some would be on their way when SGLang's tokenizer fails on another one."""
     for i, one in enumerate(text if isinstance(text, list) else [] if text is None else [text]):
         where = f"text[{i}]" if isinstance(text, list) else "text"
         if not isinstance(one, str):
@@ -220,7 +220,7 @@ def check_text(text: Any) -> None:
 
 
 def check_rid(rid: Any, health: bool = False) -> None:
-    """Ids that the engine keeps for itself, and ids that are none."""
+    """Refuse an id that the engine keeps for itself, and one that is no text."""
     if rid is None:
         return
     if not isinstance(rid, str) or not 1 <= len(rid) <= MAX_RID:
@@ -239,14 +239,14 @@ def drop_unknown_labels(obj: Any, args: Any) -> None:
 
 
 def find_route(request: Request) -> str:
-    """Path of the route that ``request`` came to: without ``--fastapi-root-path``, which the server puts before it."""
+    """The path of the route that ``request`` came to, without ``--fastapi-root-path``."""
     return request.scope["path"].removeprefix(request.scope.get("root_path", ""))
 
 
 def check_tokenized(req: TokenizedGenerateReqInput, vocab: int, tokenizer: Any, routed: bool = False) -> None:
-    """Raises ValueError for what the ranks would not survive.  Stop tokens that cannot come are left out.
+    """Raise ValueError for what the ranks would not survive.  Stop tokens that cannot come are left out.
 
-    ``routed``: the engine returns routed experts.
+    ``routed``: whether the engine returns routed experts.
     """
     check_tokens("input_ids", req.input_ids, vocab)
     params = req.sampling_params
@@ -287,7 +287,7 @@ def check_tokenized(req: TokenizedGenerateReqInput, vocab: int, tokenizer: Any, 
 
 
 def check_tokens(name: str, ids: Any, end: int) -> None:
-    """``ids``: a list of at least one whole number from 0 up to ``end``, which is excluded."""
+    """Check that ``ids`` is a list of at least one whole number from 0 up to ``end``, which is excluded."""
     try:
         found = np.frombuffer(array("q", ids), dtype=np.int64)
     except (TypeError, OverflowError):

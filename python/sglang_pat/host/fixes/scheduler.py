@@ -1,6 +1,7 @@
 """SGLang's scheduler with its faults mended: the base class of ours (``host/scheduler.py``).
 
 Each part says what SGLang's does instead, and where that is reported (``docs/upstream/`` for what had no report).
+SGLang 0.5.16 still aborts by prefix, and its assert on a failed flush is in ``weight_updater``.
 
 Upstream: https://github.com/sgl-project/sglang/pull/24123 (memory that is released while requests run)
 """
@@ -33,7 +34,7 @@ from sglang_pat.switch.requests import is_engine_idle
 
 
 class MendedScheduler(Scheduler):
-    """What it drops is counted in ``dropped``."""
+    """SGLang's ``Scheduler``, mended; what it drops is counted in ``dropped``."""
 
     def __init__(self, **kwargs: Any) -> None:
         args: ServerArgs = kwargs["server_args"]
@@ -68,8 +69,10 @@ class MendedScheduler(Scheduler):
         self._count_paused_turns(self.watchdog)
 
     def _count_paused_turns(self, watchdog: WatchdogRaw) -> None:
-        """SGLang's watchdog counts steps, and ends a rank that makes none with requests in it; a loop that is paused
-        is alive as long as it turns."""
+        """Have SGLang's watchdog count turns of a paused loop, which is alive as long as it turns.
+
+        It counts steps, and ends a rank that makes none with requests in it.
+        """
         steps = watchdog.get_counter
         assign(watchdog, get_counter=lambda: (steps(), self._paused_turns))
 
@@ -93,7 +96,7 @@ class MendedScheduler(Scheduler):
         self._not_flushed = recv_req.flush_cache and not self.flush_cache(empty_cache=recv_req.torch_empty_cache)
 
     def _warn_if_not_flushed(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
-        """What ``update``, SGLang's, answers; SGLang's asserts that the cache was flushed, when the weights are new."""
+        """Run SGLang's ``update``; its answer is a failure where SGLang would assert that the cache was flushed."""
         self._not_flushed = False
         answer = update(recv_req)
         if self._not_flushed:
@@ -113,7 +116,7 @@ class MendedScheduler(Scheduler):
         return self._warn_if_not_flushed(super().update_weights_from_ipc, recv_req)
 
     def release_memory_occupation(self, recv_req: Any) -> Any:
-        """SGLang's, on all ranks or on none; SGLang's asserts that its rank is idle, and ends
+        """Release memory on all ranks or on none; SGLang asserts that its rank is idle, and ends
         (https://github.com/sgl-project/sglang/pull/24123).
 
         Raises:
@@ -127,7 +130,7 @@ class MendedScheduler(Scheduler):
     # -- aborts and retractions ------------------------------------------------------------------------
 
     def abort_request(self, recv_req: AbortReq) -> None:
-        """SGLang's takes all requests whose ids begin with the given one (docs/upstream/abort_by_prefix.md).
+        """Abort one request; SGLang takes all whose ids begin with the given one (docs/upstream/abort_by_prefix.md).
 
         The others are out of its sight meanwhile.
         """
@@ -147,7 +150,7 @@ class MendedScheduler(Scheduler):
                 assign(req, rid=rid)
 
     def end_waiting(self, abort: AbortReq, req: Req) -> None:
-        """``req``, which waits with tokens, is aborted: all of them go to the client, as of one that runs
+        """End ``req``, which waits with tokens and is aborted: all of them go to the client, as of one that runs
         (docs/upstream/aborted_while_waiting.md)."""
         outputs.abort(abort, req)
         if req.return_routed_experts:  # docs/upstream/experts_of_waiting.md
@@ -194,5 +197,5 @@ class MendedScheduler(Scheduler):
             self.stream_part(part, return_logprob, skip_req)
 
     def stream_part(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
-        """SGLang's ``stream_output``, of requests that ask for the same outputs."""
+        """Call SGLang's ``stream_output`` for requests that ask for the same outputs."""
         super().stream_output(reqs, return_logprob, skip_req)

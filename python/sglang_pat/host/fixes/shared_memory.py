@@ -14,12 +14,12 @@ from typing import Any
 from torch.multiprocessing import reductions
 
 LATE, ATTEMPTS = "Shared memory manager connection has timed out", 30
-"""What torch says when its helper for shared memory takes more than a second to answer, as on a busy machine, and how
-often it is asked."""
+"""Torch's message when its helper for shared memory takes more than a second to answer, as on a busy machine, and the
+number of tries."""
 
 
 def retry_late(call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, made again while torch's helper is only late, :data:`ATTEMPTS` times at most."""
+    """A function that makes ``call`` again while torch's helper is only late, :data:`ATTEMPTS` times at most."""
 
     @wraps(call)
     def repeated(*args: Any, **kwargs: Any) -> Any:
@@ -35,7 +35,7 @@ def retry_late(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def open_with_retry() -> None:
-    """From now on, torch opens shared memory patiently in this process.
+    """Have torch open shared memory patiently in this process.
 
     One storage at a time, and not a whole list of tensors: whoever opens a storage takes one off the count of those who
     are still to open it.  One that is opened a second time may be gone before another rank has it.

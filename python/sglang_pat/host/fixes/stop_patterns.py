@@ -1,5 +1,7 @@
-"""What a ``stop_regex`` may cost: SGLang looks for each pattern through the whole response, after every token, on every
-rank, with Python's engine, which no time limit reaches.  One pattern can hold all requests of an engine for hours.
+"""Bounds for a ``stop_regex``, of which one can hold all requests of an engine for hours.
+
+SGLang looks for each pattern through the whole response, after every token, on every rank, with Python's engine, which
+no time limit reaches.
 
 Here ranks look through the last :data:`LONGEST_TEXT` characters only, and patterns that may take too long there are
 refused.  A time limit would not do: the ranks of a group have to come to the same result.
@@ -22,17 +24,17 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang_pat.host.assign import assign
 
 LONGEST_TEXT = 4096
-"""Characters at the end of a response that are looked through."""
+"""Number of characters at the end of a response that are looked through."""
 
 MAX_CHARACTERS = 1024
-"""Of the patterns of a request together: parsing them holds up the server, and compiling them the ranks."""
+"""Most characters of a request's patterns together: parsing them holds up the server, and compiling them the ranks."""
 
 MAX_OTHERS = 16 * MAX_CHARACTERS
-"""Characters of the patterns of a request for many samples, equal ones counted once: they are parsed in one go."""
+"""Most characters of the patterns of a request for many samples, equal ones counted once: they are parsed in one go."""
 
 MAX_STEPS = 32 * LONGEST_TEXT
-"""Of the patterns of a request together, from one place of the text: what an open-ended repetition may come to with
-some thirty characters after it."""
+"""Most steps of the patterns of a request together, from one place of the text: an open-ended repetition with some
+thirty characters after it."""
 
 REPETITION = 60
 """Steps that it costs to begin a repetition, and each turn of one of more than a character: about as many characters
@@ -51,7 +53,7 @@ def install_bounded_tail() -> None:
 
 
 def tail_str(req: Req) -> str:
-    """SGLang's end of the response, of bounded length; a complete stop string is in it."""
+    """End of the response that SGLang searches, of bounded length; a complete stop string is in it."""
     text = _stock_tail(req)
     return text[-LONGEST_TEXT:] if req.sampling_params.stop_regex_strs else text
 
@@ -76,7 +78,7 @@ def check_patterns(patterns: Sequence[str]) -> None:
 
 @lru_cache(maxsize=MAX_OTHERS)
 def count_steps(pattern: str) -> float:
-    """Steps to look for ``pattern`` from one place of the text, at most; a character or a class is one.
+    """Number of steps to look for ``pattern`` from one place of the text, at most; a character or a class is one.
 
     Raises:
         ValueError: it is no pattern, or has references to groups.
@@ -88,7 +90,7 @@ def count_steps(pattern: str) -> float:
 
 
 def _count(parsed: Any) -> tuple[float, float]:
-    """``(ways, steps)``: in how many ways a part of a pattern may match, and steps to try all of them.
+    """``(ways, steps)``: the number of ways in which a part of a pattern may match, and of steps to try them all.
 
     Each token is tried after every way in which those before it matched.
     """
@@ -110,7 +112,7 @@ def _count(parsed: Any) -> tuple[float, float]:
 
 
 def _count_repetition(least: int, most: int, inner: Any) -> tuple[float, float]:
-    """``inner`` is tried at least ``least`` times, even if it takes no text."""
+    """``(ways, steps)`` of a repetition; ``inner`` is tried at least ``least`` times, even if it takes no text."""
     ways, steps = _count(inner)
     turns = max(least, min(most, LONGEST_TEXT // max(1, inner.getwidth()[0])))
     if not (len(inner) == 1 and inner[0][0] in CHARACTERS):  # Python's engine has nothing to remember of these

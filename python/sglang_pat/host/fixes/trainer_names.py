@@ -17,23 +17,23 @@ from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang_pat.host.assign import assign
 
 PARTS = {"mlp": ("gate_proj", "up_proj", "down_proj"), "block_sparse_moe": ("w1", "w3", "w2")}
-"""What a checkpoint, and so SGLang's model, calls the mixture of a layer -> what it calls gate, up and down of an
-expert.  In transformers' memory all models have the first."""
+"""Name of a layer's mixture in a checkpoint, and so in SGLang's model -> names of gate, up and down of an expert.
+In transformers' memory all models have the first."""
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 class Loader(Protocol):
-    """What every model of SGLang has, and ``torch.nn.Module`` does not declare."""
+    """A model of SGLang, all of which have what ``torch.nn.Module`` does not declare."""
 
     def load_weights(self, weights: Weights) -> object: ...
 
 
 class TrainerNames:
-    """Translates them to the checkpoint's names, which it leaves as they are.
+    """Translator of trainers' names to the checkpoint's, which it leaves as they are.
 
     Args:
-        model: SGLang's; with or without memory.
+        model: SGLang's model, with or without memory.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -44,7 +44,7 @@ class TrainerNames:
                 self._mixtures[layer] = mixture, module.num_experts
 
     def translate(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each expert by itself, as a view.
+        """Yield weights under the checkpoint's names: each expert by itself, as a view.
 
         Raises:
             ValueError: a tensor of all experts is not of as many as the model has; in one line.
@@ -75,6 +75,6 @@ class TrainerNames:
 
 
 def accept_trainer_names(model: torch.nn.Module) -> None:
-    """Have ``model.load_weights``, in which all kinds of updates end, take both."""
+    """Have ``model.load_weights``, in which all kinds of updates end, take names of both kinds."""
     names, load = TrainerNames(model), cast("Loader", model).load_weights
     assign(model, load_weights=lambda weights: load(names.translate(weights)))

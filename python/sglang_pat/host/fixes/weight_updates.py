@@ -5,6 +5,9 @@ know it says so in its log and goes on.  Here a whole request is looked at first
 takes all of its tensors, or none takes any.  An update may be many requests, and over IPC (checkpoint-engine) a request
 many buckets: what will be in the next ones nobody knows, and what earlier ones brought stays.
 
+SGLang 0.5.16 updates in ``model_runner_components.weight_updater``, where ``LocalSerializedTensor`` is, and 0.5.23 only
+between ``begin_weight_update`` and ``end_weight_update``.
+
 Upstream: ``docs/upstream/update_as_a_whole.md``
 """
 
@@ -71,11 +74,11 @@ class ExpectedWeights:
                 param.weight_loader = partial(record, module, spec)
 
     def find_problem(self, tensors: Iterable[tuple[str, Sequence[int]]], load_format: str | None = None) -> str | None:
-        """What is wrong with the first tensor that does not fit, in one line; None if all do.
+        """Find the first tensor that does not fit; returns what is wrong in one line, or None if all do.
 
         Args:
             tensors: name and shape of each.
-            load_format: of the request; ``direct``: names and shapes of this rank's own parameters.
+            load_format: the request's; ``direct``: names and shapes of this rank's own parameters.
         """
         if load_format == "direct":
             problems = (self._find_own_mismatch(name, tuple(shape)) for name, shape in tensors)
@@ -98,8 +101,11 @@ class ExpectedWeights:
         yield misfit
 
     def _note_fitting(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-        """Note which of them fit, as far as one call of the model tells: it walks all of its parameters in each call,
-        and a mixture of experts has 20,000 tensors.  What is not noted is looked at by itself."""
+        """Note which of ``tensors`` fit, as far as one call of the model tells.
+
+        The model walks all of its parameters in each call, and a mixture of experts has 20,000 tensors.  What is not
+        noted is looked at by itself.
+        """
         offered: dict[int, tuple[str, tuple[int, ...]]] = {}
         kept: list[torch.Tensor] = []  # else the next one may get the same id
 
@@ -145,8 +151,10 @@ class ExpectedWeights:
         return None if shape == self._own[name] else _describe_wrong_shape(name, shape, self._own[name])
 
     def _is_ignored(self, name: str) -> bool:
-        """Whether SGLang passes over this name, and rightly: trainers send all of a checkpoint, and tied heads.  An
-        expert that it does not know would stay as it is."""
+        """Whether SGLang rightly passes over this name: trainers send all of a checkpoint, and tied heads.
+
+        An expert that it does not know would stay as it is.
+        """
         return (self._tied and name.endswith("lm_head.weight")) or (".experts." not in name and name in self._read())
 
     def _record_load(
@@ -157,7 +165,7 @@ class ExpectedWeights:
         loaded: torch.Tensor,
         shard_id: str | int | None = None,
     ) -> None:
-        """In place of the parameter's ``weight_loader``."""
+        """Record a load, in place of the parameter's ``weight_loader``."""
         whole = list(param.shape)
         if spec.dim is not None:
             parts = list_checkpoint_parts(module, spec)
@@ -200,7 +208,7 @@ def _describe_wrong_shape(name: str, given: Sequence[int], whole: Sequence[int])
 
 
 def list_shapes(tensors: Any, load_format: str | None) -> list[tuple[str, Sequence[int]]] | None:
-    """Names and shapes of what a request brought for this rank; None where a loader of the user's own knows them.
+    """Names and shapes of the tensors that a request brought for this rank; None if only a user's loader knows them.
 
     Raises:
         ValueError: a bucket that is shorter than what it says is in it.
@@ -217,23 +225,23 @@ def list_shapes(tensors: Any, load_format: str | None) -> list[tuple[str, Sequen
 
 
 def describe_unreadable(error: Exception) -> str:
-    """What to answer when a rank could not even read its tensors."""
+    """The answer of a rank that could not even read its tensors."""
     return f"{REFUSED}: {type(error).__name__}: {format_one_line(error)}"
 
 
 def describe_not_received(message: str) -> str:
-    """What to answer instead of SGLang's ``message``, which takes all failures for one in the middle of loading."""
+    """The answer instead of SGLang's ``message``, which takes all failures for one in the middle of loading."""
     return f"{REFUSED}: {message.partition(' The full weights')[0]}"
 
 
 class Receiver:
-    """Stands in for ``model`` while an update is received: what comes is looked at before any of it is loaded.
+    """Stand-in for ``model`` while an update is received: what comes is looked at before any of it is loaded.
 
     All ranks get the same tensors in the same order, so all of them stop before the same ones.
 
     Attributes:
         problem: what was wrong, in one line.
-        loaded: whether anything was.
+        loaded: whether anything was loaded.
     """
 
     def __init__(self, model: torch.nn.Module, expected: ExpectedWeights) -> None:
@@ -242,7 +250,7 @@ class Receiver:
         self.loaded = False
 
     def load_weights(self, weights: Weights) -> None:
-        """Raises ValueError: they do not fit; over IPC whoever sends buckets is told, and sends no more."""
+        """Load ``weights`` if all fit, else raise ValueError, on which a sender of buckets over IPC sends no more."""
         given = list(weights)
         self.problem = self.problem or self._expected.find_problem((name, tensor.shape) for name, tensor in given)
         if self.problem is not None:
@@ -258,23 +266,23 @@ class Receiver:
 
 
 class WholeUpdatesTpModelWorker(TpModelWorker):
-    """SGLang's, of which each rank of the engine takes all tensors of a request, or none does.
+    """SGLang's ``TpModelWorker``, of which all ranks of the engine take all tensors of a request, or none does.
 
     Attributes:
-        rank: of the engine; what a request has for this rank stands at this place.
+        rank: number in the engine; what a request has for this rank stands at this place.
     """
 
     rank: int
 
     def expect(self, empty: torch.nn.Module) -> None:
-        """Updates must fit ``empty``, a model without memory; trainers' names are theirs or the checkpoint's."""
+        """Have updates fit ``empty``, a model without memory; trainers' names are theirs or the checkpoint's."""
         accept_trainer_names(self.model_runner.model)
         self.expected = ExpectedWeights(
             empty, partial(read_checkpoint_shapes, self.model_runner.model_config.model_path)
         )
 
     def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> tuple[bool, str]:
-        """SGLang's, on all ranks together."""
+        """Update as SGLang does, on all ranks together."""
         tensors, problem = None, None
         try:
             monkey_patch_torch_reductions()
@@ -291,7 +299,7 @@ class WholeUpdatesTpModelWorker(TpModelWorker):
         return self.model_runner.update_weights_from_tensor(tensors, recv_req.load_format)
 
     def _open_tensors(self, recv_req: UpdateWeightsFromTensorReqInput) -> Any:
-        """What the request has for this rank."""
+        """The tensors that the request has for this rank."""
         items = recv_req.serialized_named_tensors
         if len(items) <= self.rank:
             raise ValueError(f"{len(items)} items for {dist.get_world_size()} ranks, must be one for each")
@@ -304,7 +312,7 @@ class WholeUpdatesTpModelWorker(TpModelWorker):
         ]
 
     def update_weights_from_distributed(self, recv_req: UpdateWeightsFromDistributedReqInput) -> tuple[bool, str]:
-        """SGLang's; what does not fit is received all the same, since its sender waits for us."""
+        """Update as SGLang does; what does not fit is received all the same, since its sender waits for us."""
         with self._use_receiver() as received:
             if len(recv_req.names) != len(recv_req.shapes):  # SGLang takes the first of them
                 received.problem = f"{REFUSED}: {len(recv_req.names)} names, {len(recv_req.shapes)} shapes"
@@ -314,14 +322,14 @@ class WholeUpdatesTpModelWorker(TpModelWorker):
         return False, received.problem or describe_not_received(message)
 
     def update_weights_from_ipc(self, recv_req: UpdateWeightsFromIPCReqInput) -> tuple[bool, str]:
-        """SGLang's; nothing is loaded from the first bucket on that does not fit."""
+        """Update as SGLang does; nothing is loaded from the first bucket on that does not fit."""
         with self._use_receiver() as received:
             success, message = super().update_weights_from_ipc(recv_req)
         return success, message if success else received.problem or message
 
     @contextmanager
     def _use_receiver(self) -> Iterator[Receiver]:
-        """A :class:`Receiver` in place of the model."""
+        """Put a :class:`Receiver` in place of the model, inside the block."""
         runner = self.model_runner
         received = Receiver(runner.model, self.expected)
         with assigned(runner, model=received):
