@@ -1,5 +1,11 @@
 """All that reads, writes, overrides or imports SGLang's internals, by operation.
 
-Other packages call these operations and import nothing of SGLang (``tests/unit/test_host.py`` counts).  ``fixes``: what
-goes when SGLang is mended.
+Other packages call these operations and import nothing of SGLang (``tests/unit/test_host.py`` says which do already).
+
+- A rank: its group (``groups``), its model runner and what of it belongs to a layout (``runner``), layers (``layers``,
+  ``experts``), its memory (``memory``), its process (``process``).
+- Requests: their state (``requests``), their KV (``kv``) and the radix tree (``tree``), their grammars (``grammars``).
+- The loop: what it holds and counts (``loop``), batches (``batches``), what goes out (``outputs``), and where SGLang's
+  own steps are hooked (``scheduler``).
+- Every attribute is written by ``assign``.  ``fixes``: what goes when SGLang is mended.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -117,27 +116,19 @@ def get_max_running(scheduler: SglangScheduler) -> int:
     return scheduler.max_running_requests
 
 
-def set_requests(
-    scheduler: SglangScheduler,
-    queued: Sequence[Req],
-    compiling: Sequence[Req] | None = None,
-    running: ScheduleBatch | None = None,
-) -> None:
-    """Make these all requests that it has; none is in the middle of a prefill.
+def set_requests(scheduler: SglangScheduler, queued: list[Req], compiling: list[Req]) -> None:
+    """Make these all requests that it has: none runs, and none is in the middle of a prefill.
 
     Args:
-        compiling: those that wait for their grammar; None: as they are.
-        running: a batch that is about to decode.
+        queued, compiling: those that wait for a prefill, and for their grammar.
     """
     assign(
         scheduler,
         chunked_req=None,
         _chunked_req_scheduled_last_iter=False,
-        waiting_queue=list(queued),
-        running_batch=running or ScheduleBatch(reqs=[], batch_is_full=False),
+        running_batch=ScheduleBatch(reqs=[], batch_is_full=False),
     )
-    if compiling is not None:
-        assign(scheduler.grammar_manager, grammar_queue=list(compiling))
+    set_waiting(scheduler, queued, compiling)
 
 
 def set_waiting(scheduler: SglangScheduler, queued: list[Req], compiling: list[Req]) -> None:

@@ -99,7 +99,7 @@ def recompute_all(scheduler: SwitchingScheduler) -> None:
         kv.lose_kv(req)
     compiling = loop.list_compiling(scheduler)
     scheduler.clear_pools()
-    loop.set_requests(scheduler, decoding + [req for req in waiting if req not in compiling])
+    loop.set_requests(scheduler, decoding + [req for req in waiting if req not in compiling], compiling)
 
 
 # -- one request, as a capsule -------------------------------------------------------------------------
