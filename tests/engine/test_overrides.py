@@ -155,7 +155,8 @@ def test_sglang_calls_all_that_replaces_its_own(functions):
     """But for the list, which has nothing that is called, and nothing that replaces none."""
     replacing = {one: words for one, words in functions.items() if words & {*called.KINDS}}
     assert len(replacing) > 100
-    assert {one.name for one, words in replacing.items() if not is_reached(one, words)} == UNCALLED.keys()
+    unreached = {one.name for one, words in replacing.items() if not is_reached(one, words)}
+    assert unreached ^ UNCALLED.keys() == set()
 
 
 def test_what_was_put_in_place_of_functions_is_seen(functions):
