@@ -387,6 +387,43 @@ def test_training_that_the_batch_waits_for_is_not_hidden():
     assert metrics["training/stream/chunks"] == 2 and metrics["training/stream/hidden_seconds"] == 0
 
 
+@pytest.mark.parametrize(
+    ("given", "alone", "passes"),
+    [
+        ("true", False, ["_compute_old_log_prob 4", "report_degrees", "_compute_ref_log_prob 4"]),
+        ("false", False, ["_compute_ref_log_prob 4"]),
+        ("false", True, []),
+    ],
+    ids=["compared with the engine's", "old log-probs come later", "on lent ranks"],
+)
+def test_a_chunk_goes_through_verls_own_methods(monkeypatch, given, alone, passes):
+    calls: list[str] = []
+
+    def go(name: str, batch: KVBatchMeta) -> KVBatchMeta:
+        size = batch.extra_info.pop("micro_batch_size_per_gpu", None)
+        calls.append(f"{name} {size}" if size else name)
+        return batch
+
+    for name in ("_balance_batch", "_compute_old_log_prob", "_compute_ref_log_prob", "_compute_advantage"):
+        monkeypatch.setattr(streaming.PPOTrainer, name, lambda self, batch, metrics, name=name: go(name, batch))
+    monkeypatch.setattr(streaming, "check_samples", lambda batch, version: calls.append(f"weights of {version}"))
+    monkeypatch.setattr(streaming, "report_degrees", lambda config, batch, metrics: go("report_degrees", batch))
+    sizes = [f"{part}.log_prob_micro_batch_size_per_gpu=4" for part in (ROLLOUT, REF)]
+    trainer: Any = make_trainer(
+        f"{ROLLOUT}.calculate_log_probs={given}", "actor_rollout_ref.actor.use_kl_loss=true", *sizes
+    )
+    batch = KVBatchMeta(partition_id="train", keys=[str(i) for i in range(16)], tags=[{}] * 16)
+    trainer.replay_buffer.sample = lambda global_steps, partition_id, batch_size: (batch, {"evicted": batch_size})
+    trainer.global_steps, trainer.current_mode = 5, streaming.HybridEngineMode.TRAINER
+    trainer.actor_rollout_wg = SimpleNamespace(world_size=2)
+    step = StreamStep(trainer, trainer.gpus)
+    step.gpus.train_alone, step.add_gradients = alone, lambda batch: go("gradients", batch)
+    timing: dict[str, float] = {}
+    assert step.train_chunk(3, {}, timing) is batch and step._evicted == {"evicted": 3}
+    assert calls == ["weights of 4", "_balance_batch", *passes, "_compute_advantage", "gradients"]
+    assert list(timing) == ["gen", "old_log_prob", "ref", "adv", "update_actor"]
+
+
 def test_what_fills_a_batch_up_is_not_trained_on():
     step: Any = object.__new__(StreamStep)
     step.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(world_size=2))
