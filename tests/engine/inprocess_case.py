@@ -23,9 +23,9 @@ async def ask(engine, prompt: int, **sampling) -> int | str:
 
 async def leave(engine) -> int:
     """Ask for a long answer, go once it has begun, and have the memory released; what the engine has then."""
+    await engine._manager.pat_set_schedule([{"arrived": 1}])
     asked = asyncio.ensure_future(ask(engine, 3))
-    while not (await engine.status())["requests"]:
-        await asyncio.sleep(0.001)
+    await engine._manager.pat_get_schedule()
     asked.cancel()
     await asyncio.wait([asked])
     await engine.release_memory(["kv_cache"])
@@ -35,7 +35,7 @@ async def leave(engine) -> int:
 async def main(model: str, context: int) -> None:
     from sglang_pat.launch.attach import attach
 
-    attach({"base_tp": 1, "policy": "manual"}, "a test")
+    attach({"base_tp": 1, "policy": "schedule"}, "a test")
     from sglang_pat.server.inprocess import InProcessEngine
 
     arguments = {

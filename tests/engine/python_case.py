@@ -6,7 +6,6 @@ import asyncio
 import json
 import sys
 import threading
-import time
 
 import psutil
 from safetensors.torch import load_file
@@ -14,6 +13,7 @@ from safetensors.torch import load_file
 import sglang_pat
 from sglang_pat.launch import processes
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.messages import EndRound
 from sglang_pat.rollout.records import Group, Summary
 from sglang_pat.rollout.rounds import WeightsChanged
 
@@ -21,16 +21,9 @@ from .rollout_calls import SAMPLING, admitter, tokens
 from .streams import GREEDY
 
 SECONDS = 400
-"""For an engine that hangs: what is waited for comes, and stays until the program goes on."""
+"""For an engine that hangs: what is waited for comes."""
 FOREVER = {"temperature": 1.0, "max_new_tokens": 3000, "ignore_eos": True}
 PAIR = {"num_prompts": 2, "num_responses": 1, "eta_responses": 1.0}
-
-
-def wait_for(what, holds):
-    until = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < until, what
-        time.sleep(0.001)
 
 
 class Case:
@@ -38,7 +31,15 @@ class Case:
         self.engine = engine
         self.done, self.manager = engine.loop.run_until_complete, engine.tokenizer_manager
         self.told, tell = [], self.manager.pat_send_round
-        self.manager.pat_send_round = lambda message: (self.told.append(message), tell(message))
+        self.round_ended = threading.Event()
+
+        def send(message) -> None:
+            self.told.append(message)
+            tell(message)
+            if isinstance(message, EndRound):
+                self.round_ended.set()
+
+        self.manager.pat_send_round = send
 
     def switches(self) -> None:
         """In the middle of requests, and what they say is what they say without."""
@@ -152,8 +153,9 @@ class Case:
         """As if the first event were trained on for as long as the whole round takes."""
         mine = admitter(*range(4), **PAIR | {"eta_prompts": 2.0})
         events = self.engine.rollout(mine, SAMPLING, version=0)
+        self.round_ended.clear()
         assert isinstance(next(events), Group)
-        wait_for("the engine is frozen while its user trains", lambda: mine.state.round is None)
+        assert self.round_ended.wait(SECONDS), "the engine is frozen while its user trains"
         _, summary = events
         assert summary.returned == 2
         self.check_idle()
@@ -200,8 +202,10 @@ class Case:
     def killed(self) -> None:
         """Of a rank, while a thread has a round: the engine ends, as it does when the main thread runs the loop."""
         mine = admitter(*range(4), **PAIR | {"eta_prompts": 2.0})
+        self.done(self.manager.pat_set_schedule([{"arrived": 4}]))
         threading.Thread(target=lambda: list(self.engine.rollout(mine, FOREVER, version=4)), daemon=True).start()
-        wait_for("no request came", lambda: self.engine.status()["requests"] == 4)
+        self.done(self.manager.pat_get_schedule())
+        assert self.engine.status()["requests"] == 4
         rank = next(child for child in psutil.Process().children(recursive=True) if "rank" in child.name())
         print("killed", flush=True)
         rank.kill()
