@@ -179,3 +179,14 @@ def test_docstrings_say_their_noun():
         if HANGING.match(node.value.strip())
     ]
     assert not fragments, "say the noun, its shape and its unit:\n" + "\n".join(fragments)
+
+
+def test_a_class_has_a_name_of_its_own():
+    """A reader who greps for a class finds one."""
+    places: dict[str, list[str]] = {}
+    for name, path in modules().items():
+        if not name.startswith("studies"):
+            for node in ast.walk(parse(path)):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(name)
+    assert not {name: where for name, where in places.items() if len(where) > 1}

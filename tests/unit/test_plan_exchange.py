@@ -62,7 +62,7 @@ def execute(case: Case, gather: bool = False) -> Outcome:
         plans = {new.group_of(m): case.plans[new.group_of(m)] for m in members}
         for rank in members:
             group = old.group_of(rank)
-            move = plan.Move(old, new, kv_heads, members, rank, plans, case.slots[group], case.live[group])
+            move = plan.KvMove(old, new, kv_heads, members, rank, plans, case.slots[group], case.live[group])
             exchanges[rank] = plan.plan_exchange(move, gather)
             place = outcome.places[rank] = exchanges[rank].place
             assert place[0] == 0 and len(set(place.tolist())) == len(place), "every slot of the plan has its own"
@@ -95,7 +95,7 @@ def execute(case: Case, gather: bool = False) -> Outcome:
     return outcome
 
 
-def head_part(move: plan.Move) -> slice:
+def head_part(move: plan.KvMove) -> slice:
     """Of a new slot, the heads that this rank had before."""
     own = next(piece for piece in move.list_slices(move.rank) if piece.src == move.rank)
     return slice(own.dst_head, own.dst_head + own.count)

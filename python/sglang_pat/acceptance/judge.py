@@ -24,7 +24,7 @@ TOKENS = {"cpu": (1, 64), "cuda": (1, 2048, 8192, 16384)}
 """Tokens of a step by device; a step of 1 is one of decode."""
 
 
-class Block(torch.nn.Module):
+class DecoderBlock(torch.nn.Module):
     """The products of a decoder's layer, without its attention: what nothing but computation hides copies behind."""
 
     def __init__(self, shape: ModelShape, device: str, dtype: torch.dtype) -> None:
@@ -84,7 +84,7 @@ def measure(
     """
     from stream_layers.layers import HostLayer, StreamedLayers
 
-    resident = [Block(shape, device, dtype) for _ in range(LAYERS)]
+    resident = [DecoderBlock(shape, device, dtype) for _ in range(LAYERS)]
     given = {count: torch.randn(count, shape.hidden, device=device, dtype=dtype) for count in tokens}
     wanted = {count: run_layers(resident, x) for count, x in given.items()}
     steps: dict[int, dict[int, dict[str, Any]]] = {count: {} for count in tokens}

@@ -334,7 +334,7 @@ def prepare(
     group, members = groups.get_larger_group(old, new) if gather else groups.exchange_group(old, new)
     if not any(group_plan.total for group_plan in plans.values()):
         return None
-    move = plan.Move(
+    move = plan.KvMove(
         old=old,
         new=new,
         kv_heads=layouts.kv_heads,

@@ -286,7 +286,7 @@ class ExchangePlan:
 
 
 @dataclass(frozen=True)
-class Move:
+class KvMove:
     """Knowledge of a rank when KV is about to move.
 
     Attributes:
@@ -328,7 +328,7 @@ class Move:
         return np.arange(first, first + fresh.get(source, 0), dtype=np.int64)
 
 
-def plan_exchange(move: Move, gather: bool = False) -> ExchangePlan:
+def plan_exchange(move: KvMove, gather: bool = False) -> ExchangePlan:
     """Plan this rank's side of the exchange.
 
     Args:
@@ -375,7 +375,7 @@ def plan_exchange(move: Move, gather: bool = False) -> ExchangePlan:
     )
 
 
-def _map_slots(move: Move, own: HeadSlice, kept: np.ndarray, of_plan: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _map_slots(move: KvMove, own: HeadSlice, kept: np.ndarray, of_plan: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The slot of the new pool view for each slot of the plan; and which of this rank's own tokens stay where they are.
 
     Both views lie over the same bytes.  With ``k`` times fewer heads, slot ``s`` becomes ``k`` slots from ``k * s`` on,
