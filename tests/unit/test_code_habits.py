@@ -28,15 +28,20 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+def list_files(folder: Path) -> list[Path]:
+    """The Python files below a folder, without the copies that building a package leaves."""
+    return [path for path in folder.rglob("*.py") if "build" not in path.relative_to(ROOT).parts]
+
+
 def sources() -> list[Path]:
-    return sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    return sorted(path for folder in FOLDERS for path in list_files(ROOT / folder))
 
 
 def modules() -> dict[str, Path]:
     """The modules that are installed, and the studies, by dotted name."""
     found = {}
     for base, packages in ((ROOT / "python", PACKAGES), (ROOT, ("profiler", "studies"))):
-        for path in (path for package in packages for path in (base / package).rglob("*.py")):
+        for path in (path for package in packages for path in list_files(base / package)):
             found[".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__")] = path
     return found
 
