@@ -235,9 +235,12 @@ def _compute_pace(chunks: Sequence[tuple[float, int, bool]]) -> list[float]:
     return [sum(seconds for seconds, _, _ in chunks) / tokens] if tokens else []
 
 
-def project_peak(outlook: Outlook) -> float:
-    """Most KV tokens that the running requests are expected to have together, at any later moment (section 4.4)."""
-    return float((outlook.number * outlook.any_alive * outlook.context).max())
+def project_peak(outlook: Outlook | None) -> float:
+    """Most KV tokens that the running requests are expected to have together, at any later moment (section 4.4).
+
+    None: nothing runs.
+    """
+    return 0.0 if outlook is None else float((outlook.number * outlook.any_alive * outlook.context).max())
 
 
 def make_load(running: int, waiting: int, tokens: int, prompt: int, limit: int) -> Load:
@@ -258,18 +261,21 @@ def make_load(running: int, waiting: int, tokens: int, prompt: int, limit: int) 
     )
 
 
-def decide_by_room(training: Training, outlook: Outlook, room: float) -> LendingDecision:
+def decide_by_room(training: Training, outlook: Outlook | None, room: float) -> LendingDecision:
     """Whether ranks may be lent, as far as it can be said without step times: ``lend``, or ``wait``.
 
     Up to :data:`LAST_MILESTONE` it is Algorithm 1.  Later a long rest and work for the trainer are asked for besides.
 
     Args:
-        outlook: what is expected of the running requests.
+        outlook: what is expected of the running requests; None: nothing runs, as between two turns of agents.
         room: KV tokens of the ranks that stay.
     """
     if why := _find_hindrance(training, project_peak(outlook), room):
         return LendingDecision(move=Move.WAIT, why=why)
-    if training.completion > LAST_MILESTONE + 1e-9:
+    late = training.completion > LAST_MILESTONE + 1e-9
+    if outlook is None:
+        return LendingDecision(move=Move.WAIT if late else Move.LEND, why="nothing runs now")
+    if late:
         tokens_left = float((outlook.width * outlook.any_alive).sum())
         if tokens_left < LEAST_REST * outlook.response:
             return LendingDecision(move=Move.WAIT, why=f"late: the round is over in {tokens_left:.0f} tokens")
@@ -317,12 +323,7 @@ def make_lending_policy(
             return _say(snapshot, Move.NEVER, "no degree fits half of the ranks")
         if training.returned and not lent:
             return _say(snapshot, Move.NEVER, "ranks were lent in this step already")
-        if outlook is None:  # agents are between two turns, or rewards are computed
-            early = FIRST_MILESTONE - 1e-9 <= training.completion <= LAST_MILESTONE + 1e-9
-            lends = early and planner is None and not lent
-            tp = _choose_half_tp(usable, snapshot.tp) if lends else snapshot.tp
-            return LendingDecision(move=Move.LEND if lends else Move.WAIT, why="nothing runs now", tp=tp)
-        outlook = _end_with_spare(outlook, training.spare)
+        outlook = outlook and _end_with_spare(outlook, training.spare)
         room = min((snapshot.room[tp] * (half_ranks // tp) for tp in usable if tp in snapshot.room), default=0.0)
         on = snapshot.load.output < snapshot.load.limit
         peak = max(project_peak(outlook), float((snapshot.load.prompt + snapshot.load.output)[on].sum()))
@@ -337,6 +338,8 @@ def make_lending_policy(
             return replace(
                 decision, tp=_choose_half_tp(usable, snapshot.tp) if decision.move is Move.LEND else snapshot.tp
             )
+        if outlook is None:
+            return _say(snapshot, Move.WAIT, "nothing runs now")
         courses = _plan_courses(planner, snapshot, outlook, num_ranks, tuple(degrees), usable)
         alive = np.append(np.concatenate([[1.0], outlook.any_alive])[: len(outlook.width)], 0.0)
         moves = _estimate_moves(costs, snapshot.tp, snapshot.load, outlook)
