@@ -3,8 +3,6 @@
 SGLang keeps all experts of a layer in two parameters: ``w13_weight``, ``[experts, gate's rows and then up's, hidden]``,
 and ``w2_weight``, ``[experts, hidden, columns]``.  A rank of a higher degree has some of gate's rows and as many of
 up's from every expert: two views of the one.  Its part of the other is a view of columns, and remains a parameter.
-
-SGLang 0.5.16 has ``fused_moe_triton_kernels`` in ``sglang.kernels.ops.moe``.
 """
 
 from __future__ import annotations
@@ -112,9 +110,10 @@ class PiecewiseExperts(UnquantizedFusedMoEMethod):
         """
         rows, hidden = self.gate.shape[1:]
         w13: Any = SimpleNamespace(shape=(len(down), 2 * rows, hidden))  # all that is looked at
-        config, down_config, _, *order = fused_moe._prepare_fused_moe_run(
+        config, down_config, *_, tokens, experts, counts = fused_moe._prepare_fused_moe_run(
             x, w13, down, ids, block_shape=None, **UNQUANTISED
         )
+        order = tokens, experts, counts
         gate_up = x.new_empty(ids.numel(), 2 * rows)
         multiply_gate_up(x, self.gate, self.up, gate_up, ids, *order, config=config)
         inner = x.new_empty(ids.numel(), rows)

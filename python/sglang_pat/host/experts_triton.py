@@ -21,7 +21,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_kernels import fused_moe_kernel
+
+from sglang_pat.host import adapter
+
+fused_moe_kernel = adapter.experts.fused_moe_kernel
 
 
 @triton.jit(do_not_specialize=["EM", "num_valid_tokens"])  # each number of tokens would be a kernel of its own
@@ -87,26 +90,26 @@ def _multiply(
         0,
         0,
         0,
-        group_n=0,
-        group_k=0,
-        BLOCK_SIZE_M=BLOCK_SIZE_M,
-        BLOCK_SIZE_N=BLOCK_SIZE_N,
-        BLOCK_SIZE_K=BLOCK_SIZE_K,
-        GROUP_SIZE_M=GROUP_SIZE_M,
-        MUL_ROUTED_WEIGHT=False,
-        top_k=top_k,
-        compute_type=compute_type,
-        use_fp8_w8a8=False,
-        use_int8_w8a8=False,
-        use_int8_w8a16=False,
-        per_channel_quant=False,
-        even_Ks=even_Ks,
-        c_sorted=False,  # with TMA
-        filter_expert=False,  # with expert parallelism
-        swap_ab=False,
-        FUSE_ADD_TO_OUTPUT=False,
-        FUSE_SUM_ALL_REDUCE=False,
-        ROUTER_TOPK=1,
+        0,  # groups of quantised weights
+        0,
+        BLOCK_SIZE_M,
+        BLOCK_SIZE_N,
+        BLOCK_SIZE_K,
+        GROUP_SIZE_M,
+        False,  # with the router's weights
+        top_k,
+        compute_type,
+        False,  # weights of 8 bits, in four ways
+        False,
+        False,
+        False,
+        even_Ks,
+        False,  # five switches, of which the two versions have four in common; all are off
+        False,
+        False,
+        False,
+        False,
+        1,  # experts that a sum is made of
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
 from sglang.srt.managers.schedule_batch import Req
 
+from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign
 
 Key = tuple[str, str]
@@ -26,7 +27,7 @@ def get_key(req: Req) -> Key | None:
     for kind, value in (
         ("json", params.json_schema),
         ("regex", params.regex),
-        ("ebnf", params.ebnf),
+        (adapter.grammars.get_ebnf_kind(params), params.ebnf),
         ("structural_tag", params.structural_tag),
     ):
         if value is not None:

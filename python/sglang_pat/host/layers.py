@@ -17,7 +17,6 @@ from sglang.srt.layers.linear import (
     RowParallelLinear,
 )
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -26,6 +25,7 @@ from sglang.srt.model_loader.utils import set_default_torch_dtype
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch.overrides import TorchFunctionMode
 
+from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign
 from sglang_pat.host.contract import SglangScheduler
 from sglang_pat.host.experts import PiecewiseExperts, find_reason_against
@@ -67,6 +67,8 @@ def list_checkpoint_parts(module: torch.nn.Module, spec: ShardSpec) -> dict[str 
 
 def _make_spec(module_name: str, module: torch.nn.Module, name: str) -> ShardSpec:
     """The :class:`ShardSpec` of the parameter ``name`` of ``module``."""
+    if adapter.layers.is_replicated(module):
+        return WHOLE
     if isinstance(module, FusedMoE):
         if why := find_reason_against(module):
             raise ShardError(module_name, module.moe_tp_size, *why)
@@ -90,8 +92,8 @@ def _make_spec(module_name: str, module: torch.nn.Module, name: str) -> ShardSpe
         return WHOLE if name == "bias" else ShardSpec(1, (Block(module.input_size),))
     if isinstance(module, VocabParallelEmbedding):
         return ShardSpec(0, (Block(module.num_embeddings_padded),))
-    if getattr(module, "tp_size", 1) > 1:
-        raise ShardError(module_name, module.tp_size, f"it is not known how {type(module).__name__} is sharded")
+    if (tp := adapter.layers.get_degree(module)) > 1:
+        raise ShardError(module_name, tp, f"it is not known how {type(module).__name__} is sharded")
     return WHOLE
 
 
@@ -295,4 +297,4 @@ def _compile_experts(experts: FusedMoE, device: str) -> None:
         return
     for tokens in (1, 4):
         each = torch.zeros(tokens, chosen, config.hidden_size, dtype=config.params_dtype, device=device)
-        fused_moe.moe_sum_reduce_torch_compile(each, each.new_empty(tokens, config.hidden_size), 1.0)
+        adapter.experts.add_few(each, each.new_empty(tokens, config.hidden_size))

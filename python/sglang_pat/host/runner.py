@@ -27,11 +27,10 @@ from sglang.srt.utils.network import NetworkAddress
 
 from sglang_pat.cpu import rendezvous, shm
 from sglang_pat.errors import Unsupported
-from sglang_pat.host import kv, layers, sharing
+from sglang_pat.host import adapter, kv, layers, sharing
 from sglang_pat.host.arguments import AdaptiveServerArgs
 from sglang_pat.host.assign import assign
 from sglang_pat.host.fixes.grammars import MendedModelRunner
-from sglang_pat.host.fixes.weight_updates import WholeUpdatesTpModelWorker
 from sglang_pat.host.routed_experts import RoutedExperts
 from sglang_pat.rank.groups import GroupPool
 from sglang_pat.switch.plan import compute_kv_head_range
@@ -127,7 +126,7 @@ class AdaptiveModelRunner(MendedModelRunner):
         )
 
 
-class AdaptiveTpModelWorker(WholeUpdatesTpModelWorker):
+class AdaptiveTpModelWorker(adapter.weight_updates.WholeUpdatesTpModelWorker):
     """A ``TpModelWorker`` around an :class:`AdaptiveModelRunner`."""
 
     def __init__(self, *, rank: int, folder: Path, **kwargs) -> None:

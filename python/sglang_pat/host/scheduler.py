@@ -47,12 +47,11 @@ from sglang.srt.observability.metrics_collector import SchedulerStats
 from sglang.srt.server_args import PortArgs
 
 from sglang_pat.checks import census, tokens
-from sglang_pat.host import groups, kv, tree
+from sglang_pat.host import adapter, groups, kv, tree
 from sglang_pat.host import requests as host
 from sglang_pat.host.arguments import AdaptiveServerArgs
 from sglang_pat.host.assign import assign, assigned
 from sglang_pat.host.controls import SINGLES
-from sglang_pat.host.fixes.scheduler import MendedScheduler
 from sglang_pat.host.outputs import ControlSender, RpcRelay
 from sglang_pat.host.runner import AdaptiveTpModelWorker
 from sglang_pat.layout import ParallelLayout
@@ -89,7 +88,7 @@ def set_seed(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
-class AdaptiveScheduler(MendedScheduler):
+class AdaptiveScheduler(adapter.mended_scheduler.MendedScheduler):
     """The scheduler of one rank.
 
     Life cycle: constructed in the base layout; from then on a follower or the leader of one TP

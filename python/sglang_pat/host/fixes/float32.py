@@ -13,10 +13,13 @@ from typing import Any
 import torch
 import triton.language as tl
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe, fused_moe_triton_kernels
+from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 from sglang.srt.server_args import ServerArgs
 
+from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign
+
+_invoke_kernel = fused_moe.invoke_fused_moe_kernel
 
 
 def force_float32(args: ServerArgs) -> None:
@@ -28,7 +31,7 @@ def force_float32(args: ServerArgs) -> None:
       Layouts then differ by some 1e-3 in a logit.  What the user has set stays.
     - Images with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 have torch multiply in TF32 as well.
     """
-    if args.device == "cuda" and args.dtype in ("float32", "float"):
+    if adapter.arguments.get_device(args) == "cuda" and args.dtype in ("float32", "float"):
         assign(RMSNorm, forward_cuda=RMSNorm.forward_native)
         assign(fused_moe, invoke_fused_moe_kernel=_multiply_by_experts)
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
@@ -37,4 +40,4 @@ def force_float32(args: ServerArgs) -> None:
 
 def _multiply_by_experts(*tensors: Any, **options: Any) -> None:
     """Call SGLang's ``invoke_fused_moe_kernel`` with results in float32."""
-    fused_moe_triton_kernels.invoke_fused_moe_kernel(*tensors, **options | {"compute_type": tl.float32})
+    _invoke_kernel(*tensors, **options | {"compute_type": tl.float32})

@@ -4,11 +4,12 @@ A grammar fails where a token came that it does not take (``min_new_tokens`` for
 finished grammar allows), and where it has grown too large.
 
 Upstream: https://github.com/sgl-project/sglang/issues/7903 (one that has grown too large),
-``docs/upstream/grammars.md`` (no token is left; masks of other requests)
+``docs/upstream/grammars.md`` (no token is left)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -18,6 +19,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign
 from sglang_pat.host.controls import MAX_MESSAGE
 
@@ -29,8 +31,12 @@ class GuardedGrammar:
         self._inner = inner
 
     def fill_vocab_mask(self, vocab_mask: Any, idx: int) -> None:
+        self.note_failure(self._inner.fill_vocab_mask, vocab_mask, idx)
+
+    def note_failure(self, call: Callable[..., Any], *args: Any) -> None:
+        """Make a ``call``; if it fails, the grammar has failed."""
         try:
-            self._inner.fill_vocab_mask(vocab_mask, idx)
+            call(*args)
         except Exception as error:
             self._inner.pat_failed = str(error).split("\n")[0][:MAX_MESSAGE]
 
@@ -41,7 +47,8 @@ class GuardedGrammar:
 def guard(info: SamplingBatchInfo) -> None:
     """Put a :class:`GuardedGrammar` before every grammar of the batch, for one step."""
     if info.grammars:
-        assign(info, grammars=[GuardedGrammar(grammar) if grammar else grammar for grammar in info.grammars])
+        put = adapter.grammars.guard_grammar
+        assign(info, grammars=[put(grammar) if grammar else grammar for grammar in info.grammars])
 
 
 def abort_failed(reqs: list[Req]) -> None:
@@ -49,18 +56,6 @@ def abort_failed(reqs: list[Req]) -> None:
     for req in reqs:
         if (error := getattr(req.grammar, "pat_failed", None)) is not None and req.to_finish is None:
             assign(req, to_finish=FINISH_ABORT(f"the grammar failed: {error}", HTTPStatus.BAD_REQUEST))
-
-
-def forget_masks(reqs: list[Req]) -> None:
-    """Have the grammars of ``reqs`` make their vocabulary masks anew in the next step.
-
-    SGLang's llguidance backend (our choice on a CPU) keeps one mask from step to step and fills the
-    rows of constrained requests only: once rows move up, a free request would inherit another's mask.
-    """
-    for req in reqs:
-        grammar = getattr(req.grammar, "grammar", req.grammar)  # what a reasoning wrapper holds
-        if getattr(grammar, "bitmask", None) is not None:
-            assign(grammar, bitmask=None)
 
 
 def unmask_empty_rows(logits: torch.Tensor) -> None:
@@ -79,10 +74,13 @@ def unmask_empty_rows(logits: torch.Tensor) -> None:
 class MendedModelRunner(ModelRunner):
     """SGLang's ``ModelRunner``, whose requests cannot end it by what they forbid."""
 
-    def _preprocess_logits(self, logits_output: LogitsProcessorOutput, sampling_info: SamplingBatchInfo) -> None:
+    def _preprocess_logits(
+        self, logits_output: LogitsProcessorOutput, sampling_info: SamplingBatchInfo, **observer: Any
+    ) -> Any:
         guard(sampling_info)
-        super()._preprocess_logits(logits_output, sampling_info)
+        state = super()._preprocess_logits(logits_output, sampling_info, **observer)
         orchestrator = sampling_info.penalizer_orchestrator  # None with overlap scheduling, which has sums of them
         penalized = sampling_info.acc_additive_penalties is not None or (orchestrator and orchestrator.is_required)
         if sampling_info.grammars or sampling_info.logit_bias is not None or penalized:
             unmask_empty_rows(logits_output.next_token_logits)
+        return state

@@ -1,50 +1,30 @@
-"""Outputs of requests that ask for different things, and happen to be in one batch.
+"""Outputs of a request that asks for no token, and of one that is aborted while it waits.
 
-SGLang (0.5.12) lays some of it out as if all had asked for the same: a request gets what belongs to another one, or the
-server or a rank ends.
-
-Upstream: https://github.com/sgl-project/sglang/issues/34719 (logprobs of given tokens),
-``docs/upstream/hidden_states.md``, ``docs/upstream/scores_without_tokens.md``,
-``docs/upstream/aborted_while_waiting.md``, ``docs/upstream/experts_of_waiting.md``
+Upstream: ``docs/upstream/scores_without_tokens.md``, ``docs/upstream/aborted_while_waiting.md``,
+``docs/upstream/experts_of_waiting.md``
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
 import torch
 from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.server_args import ServerArgs
 from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
+from sglang_pat.host import adapter, kv
 from sglang_pat.host.assign import assign
 from sglang_pat.rank import degrees
-
-
-def group_by_outputs(reqs: list[Req]) -> list[list[Req]]:
-    """``reqs``, in parts that ask for the same optional outputs.
-
-    SGLang lists hidden states, routed experts and customized info of those only that have some, and its server looks
-    for them at a request's place among all: it finds another's, or none and ends.
-    """
-    if not any(req.return_hidden_states or req.return_routed_experts or req.customized_info for req in reqs):
-        return [reqs]
-    parts: dict[tuple[Any, ...], list[Req]] = {}
-    for req in reqs:
-        asked = req.return_hidden_states, req.return_routed_experts, *(req.customized_info or ())
-        parts.setdefault(asked, []).append(req)
-    return list(parts.values())
 
 
 def drop_scores_without_tokens(reqs: list[Req]) -> None:
     """Drop the logprobs of requests that ask for no token: beside others that do, SGLang draws one and keeps its."""
     for req in reqs:
         if req.finished_len == 0 and req.return_logprob:
-            assign(req, output_token_logprobs_val=[], output_token_logprobs_idx=[])
+            assign(adapter.requests.get_logprobs(req), output_token_logprobs_val=[], output_token_logprobs_idx=[])
 
 
 def abort(abort: AbortReq, req: Req) -> None:
@@ -57,31 +37,12 @@ def abort(abort: AbortReq, req: Req) -> None:
     degrees.end(req)
 
 
-def keep_routed_experts() -> None:
-    """Let requests that are retracted take the experts of their tokens along.
-
-    SGLang forgets them with their KV: when such a request is aborted before it has KV again, its answer has none.
-    """
-    release = ScheduleBatch.release_req
-    if hasattr(release, "pat_mended"):
-        return
-
-    def release_req(batch: ScheduleBatch, idx: int, remaing_req_count: int, server_args: ServerArgs) -> None:
-        req = batch.reqs[idx]
-        kept = _read_experts(req, batch.req_to_token_pool)
-        release(batch, idx, remaing_req_count, server_args)
-        req.pat_experts = kept
-
-    release_req.pat_mended = True
-    assign(ScheduleBatch, release_req=release_req)
-
-
-def _read_experts(req: Req, pool: ReqToTokenPool) -> torch.Tensor | None:
+def read_experts(req: Req, pool: ReqToTokenPool) -> torch.Tensor | None:
     """Experts that the client of ``req`` asked for, ``[tokens - 1, layers, experts per token]``; None if for none."""
     if not req.return_routed_experts or (capturer := get_global_experts_capturer()) is None:
         return None
     start = min(req.routed_experts_start_len, req.seqlen - 1)
-    return capturer.host_cache.buffer[pool.req_to_token[req.req_pool_idx][start : req.seqlen - 1].cpu()]
+    return capturer.host_cache.buffer[pool.req_to_token[kv.get_line(req)][start : req.seqlen - 1].cpu()]
 
 
 def collect_experts(req: Req, slots: torch.Tensor) -> None:
@@ -98,35 +59,3 @@ def collect_experts(req: Req, slots: torch.Tensor) -> None:
         rows = capturer.host_cache.buffer[slots[start:].cpu()]
     if rows is not None and len(rows) == req.seqlen - 1 - start:
         assign(req, routed_experts=rows.int())  # as clients read it
-
-
-class OwnRows:
-    """Stand-in for the hidden states of a prefill, ``[tokens of all requests, width]``.
-
-    SGLang cuts a piece as long as the prompt for each request that asks, one after the other: of a batch in which some
-    do not ask, or have a cached prefix, it gets the rows of others.  Here each gets its own, whatever is cut: those of
-    the tokens that were computed; of one that has tokens already, and computes its KV again, the last.
-
-    Args:
-        lengths: tokens of each request of ``batch`` that were computed.
-    """
-
-    def __init__(self, states: torch.Tensor, batch: ScheduleBatch, lengths: Sequence[int]) -> None:
-        found = []
-        for req, rows in zip(batch.reqs, states[: sum(lengths)].split(list(lengths)), strict=True):
-            if req.return_hidden_states and not (req.finished() or req.is_retracted or req.is_chunked > 0):
-                found.append(rows[-1] if req.output_ids else rows)
-        self._rows = iter(found)
-
-    def __getitem__(self, _: slice) -> torch.Tensor:
-        return next(self._rows)
-
-
-def complete_token_ids(batch: ScheduleBatch) -> None:
-    """Let the others of ``batch`` ask for no logprobs of given tokens, where some requests ask for them.
-
-    A rank of SGLang (0.5.12) dies of None beside a list.  Replicas that had one kind each become one batch in a switch.
-    """
-    wanted = batch.token_ids_logprobs
-    if wanted and any(ids is not None for ids in wanted):
-        assign(batch, token_ids_logprobs=[ids or [] for ids in wanted])

@@ -3,14 +3,12 @@
 Without this the ranks of a group may differ, and a request that SGLang has retracted is penalized as if it had
 generated nothing.
 
-Upstream: https://github.com/sgl-project/sglang/issues/31378 (``min_new_tokens`` and the ends of the generation config),
-``docs/upstream/ends_of_generation_config.md`` and ``docs/upstream/penalties.md``
+Upstream: ``docs/upstream/penalties.md``
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -18,30 +16,11 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+from sglang_pat.host import adapter, kv
 from sglang_pat.host.assign import assign
 from sglang_pat.switch.transfer import upload
 
 _StockPenalties = penaltylib.BatchedPenalizerOrchestrator
-
-
-class BatchedMinNewTokensAtOnce(penaltylib.BatchedMinNewTokensPenalizer):
-    """SGLang's penalizer, which makes a tensor on the device for each request; here all come in one copy."""
-
-    def _prepare(self) -> None:
-        reqs, device, vocab = self.orchestrator.reqs(), self.orchestrator.device, self.orchestrator.vocab_size
-        place = []
-        for row, req in enumerate(reqs):
-            ends = {req.tokenizer.eos_token_id, *(req.tokenizer.additional_stop_token_ids or ())}
-            ends |= req.sampling_params.stop_token_ids or set()
-            ends |= req.eos_token_ids or set()  # those of the generation config, which SGLang forgets
-            place += [row * vocab + token for token in ends if 0 <= token < vocab]
-        self.min_new_tokens = upload([r.sampling_params.min_new_tokens for r in reqs], torch.int32, device).view(-1, 1)
-        self.stop_token_penalties = torch.zeros((len(reqs), vocab), dtype=torch.float32, device=device)
-        self.stop_token_penalties.view(-1)[upload(place, torch.int64, device)] = float("-inf")
-        self.len_output_tokens = torch.zeros((len(reqs), 1), dtype=torch.int32, device=device)
-
-
-_AT_ONCE = {penaltylib.BatchedMinNewTokensPenalizer: BatchedMinNewTokensAtOnce}
 
 
 class OrderedPenalties(_StockPenalties):
@@ -58,7 +37,7 @@ class OrderedPenalties(_StockPenalties):
 
     def __init__(self, vocab_size: int, batch: ScheduleBatch, penalizers: set[type]) -> None:
         ordered = sorted(penalizers, key=lambda kind: kind.__name__)
-        super().__init__(vocab_size, batch, [_AT_ONCE.get(kind, kind) for kind in ordered])
+        super().__init__(vocab_size, batch, [adapter.penalties.AT_ONCE.get(kind, kind) for kind in ordered])
 
     def cumulate_output_tokens(self, output_ids: torch.Tensor) -> None:
         batch = self.batch
@@ -69,11 +48,11 @@ class OrderedPenalties(_StockPenalties):
 
 def _count_delayed_tokens(req: Req) -> int:
     """The token of ``req`` that is counted when its next decode step is launched, with overlap scheduling."""
-    step = req.kv_committed_len - len(req.origin_input_ids)
+    step = kv.count_kv(req) - len(req.origin_input_ids)
     return req.output_ids[step - 1] if step else req.origin_input_ids[-1]
 
 
-def list_counted_tokens(req: Req, overlap: bool, decode: bool) -> list[int]:
+def list_counted_tokens(req: Req, overlap: bool, decode: bool) -> Sequence[int]:
     """The tokens that SGLang has counted for ``req`` when it is about to make a step.
 
     Args:
@@ -94,17 +73,7 @@ def make_sampling_info(batch: ScheduleBatch, decode: bool) -> SamplingBatchInfo:
     SGLang counts output tokens step by step, so a batch built from running requests would start
     at zero (its own retraction has this gap too).  ``decode``: the batch is about to decode.
     """
-    vocab, params = batch.model_config.vocab_size, [req.sampling_params for req in batch.reqs]
-    biases = [given.logit_bias for given in params]
-    try:
-        for given in params:
-            assign(given, logit_bias=None)  # SGLang writes them one by one
-        info = SamplingBatchInfo.from_schedule_batch(batch, vocab)
-    finally:
-        for given, bias in zip(params, biases, strict=True):
-            assign(given, logit_bias=bias)
-    if any(bias is not None for bias in biases):
-        assign(info, logit_bias=_make_logit_bias(biases, vocab, batch.device))
+    info = adapter.penalties.make_sampling_info(batch)
     if info.penalizer_orchestrator.is_required:
         count_histories(
             info.penalizer_orchestrator, [list_counted_tokens(req, batch.enable_overlap, decode) for req in batch.reqs]
@@ -112,18 +81,8 @@ def make_sampling_info(batch: ScheduleBatch, decode: bool) -> SamplingBatchInfo:
     return info
 
 
-def _make_logit_bias(biases: Sequence[Mapping[str, float] | None], vocab: int, device: str) -> torch.Tensor:
-    """Make SGLang's tensor of the requests' ``logit_bias``, float32 ``[requests, vocab]``."""
-    rows = [{int(token): value for token, value in (bias or {}).items()} for bias in biases]
-    place = [row * vocab + token for row, bias in enumerate(rows) for token in bias]
-    values = list(chain.from_iterable(bias.values() for bias in rows))
-    found = torch.zeros((len(rows), vocab), dtype=torch.float32, device=device)
-    found.view(-1)[upload(place, torch.int64, device)] = upload(values, torch.float32, device)
-    return found
-
-
-def count_histories(penalties: penaltylib.BatchedPenalizerOrchestrator, histories: list[list[int]]) -> None:
-    """Count all tokens of ``histories`` (``[requests]`` lists of token ids) at once.
+def count_histories(penalties: penaltylib.BatchedPenalizerOrchestrator, histories: list[Sequence[int]]) -> None:
+    """Count all tokens of ``histories`` (``[requests]`` sequences of token ids) at once.
 
     The state is, bit for bit, that of SGLang's ``cumulate_output_tokens`` called for one token after the other.
     """

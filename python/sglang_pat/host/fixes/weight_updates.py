@@ -5,8 +5,8 @@ know it says so in its log and goes on.  Here a whole request is looked at first
 takes all of its tensors, or none takes any.  An update may be many requests, and over IPC (checkpoint-engine) a request
 many buckets: what will be in the next ones nobody knows, and what earlier ones brought stays.
 
-SGLang 0.5.16 updates in ``model_runner_components.weight_updater``, where ``LocalSerializedTensor`` is, and 0.5.23 only
-between ``begin_weight_update`` and ``end_weight_update``.
+SGLang 0.5.23 updates in components of its scheduler and of its model runner, and only between ``begin_weight_update``
+and ``end_weight_update``, but for files and IPC.
 
 Upstream: ``docs/upstream/update_as_a_whole.md``
 """
@@ -23,17 +23,13 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-from sglang.srt.managers.io_struct import (
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromIPCReqInput,
-    UpdateWeightsFromTensorReqInput,
-)
+from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.model_executor.model_runner import LocalSerializedTensor
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
 from sglang_pat.errors import format_one_line
+from sglang_pat.host import adapter
 from sglang_pat.host.assign import assigned
 from sglang_pat.host.fixes.shared_memory import open_with_retry
 from sglang_pat.host.fixes.trainer_names import Loader, TrainerNames, Weights, accept_trainer_names
@@ -260,13 +256,24 @@ class Receiver:
         self.loaded = True
         cast("Loader", self._model).load_weights(given)
 
+    def check_lengths(self, names: Sequence[str], shapes: Sequence[Any]) -> None:
+        """Take nothing if there are not as many ``shapes`` as ``names``: SGLang takes the first of them."""
+        if len(names) != len(shapes):
+            self.problem = f"{REFUSED}: {len(names)} names, {len(shapes)} shapes"
+
+    def describe(self, success: bool, message: str) -> str:
+        """The answer instead of SGLang's ``message``, where nothing was written."""
+        return message if success or self.loaded else self.problem or describe_not_received(message)
+
     def __getattr__(self, name: str) -> Any:
         # SGLang goes through the model's modules when all has come.
         return getattr(self._model, name)
 
 
-class WholeUpdatesTpModelWorker(TpModelWorker):
+class ExpectingTpModelWorker(TpModelWorker):
     """SGLang's ``TpModelWorker``, of which all ranks of the engine take all tensors of a request, or none does.
+
+    The whole class is ``WholeUpdatesTpModelWorker`` of the adapter's ``weight_updates``.
 
     Attributes:
         rank: number in the engine; what a request has for this rank stands at this place.
@@ -281,24 +288,25 @@ class WholeUpdatesTpModelWorker(TpModelWorker):
             empty, partial(read_checkpoint_shapes, self.model_runner.model_config.model_path)
         )
 
-    def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> tuple[bool, str]:
-        """Update as SGLang does, on all ranks together."""
+    def open_together(self, recv_req: UpdateWeightsFromTensorReqInput) -> tuple[Any, str | None]:
+        """The tensors that a request brought for this rank, and why no rank takes them, in one line; None if all do.
+
+        All ranks call it.  "" on one that could take its own.
+        """
         tensors, problem = None, None
         try:
             monkey_patch_torch_reductions()
             open_with_retry()
-            tensors = self._open_tensors(recv_req)
+            tensors = self._open(recv_req)
             if (given := list_shapes(tensors, recv_req.load_format)) is not None:
                 problem = self.expected.find_problem(given, recv_req.load_format)
         except Exception as error:  # the other ranks wait to hear of it
             problem = describe_unreadable(error)
         wrong = torch.tensor([problem is not None], dtype=torch.int32)
         dist.all_reduce(wrong, dist.ReduceOp.MAX, group=self.model_runner.groups.world)
-        if wrong.item():
-            return False, problem or ""
-        return self.model_runner.update_weights_from_tensor(tensors, recv_req.load_format)
+        return tensors, problem or "" if wrong.item() else None
 
-    def _open_tensors(self, recv_req: UpdateWeightsFromTensorReqInput) -> Any:
+    def _open(self, recv_req: UpdateWeightsFromTensorReqInput) -> Any:
         """The tensors that the request has for this rank."""
         items = recv_req.serialized_named_tensors
         if len(items) <= self.rank:
@@ -306,29 +314,11 @@ class WholeUpdatesTpModelWorker(TpModelWorker):
         tensors = MultiprocessingSerializer.deserialize(items[self.rank])
         if recv_req.load_format == "flattened_bucket":
             return tensors
-        return [
-            (name, tensor.get(self.rank) if isinstance(tensor, LocalSerializedTensor) else tensor)
-            for name, tensor in tensors
-        ]
-
-    def update_weights_from_distributed(self, recv_req: UpdateWeightsFromDistributedReqInput) -> tuple[bool, str]:
-        """Update as SGLang does; what does not fit is received all the same, since its sender waits for us."""
-        with self._use_receiver() as received:
-            if len(recv_req.names) != len(recv_req.shapes):  # SGLang takes the first of them
-                received.problem = f"{REFUSED}: {len(recv_req.names)} names, {len(recv_req.shapes)} shapes"
-            success, message = super().update_weights_from_distributed(recv_req)
-        if success or received.loaded:
-            return success, message
-        return False, received.problem or describe_not_received(message)
-
-    def update_weights_from_ipc(self, recv_req: UpdateWeightsFromIPCReqInput) -> tuple[bool, str]:
-        """Update as SGLang does; nothing is loaded from the first bucket on that does not fit."""
-        with self._use_receiver() as received:
-            success, message = super().update_weights_from_ipc(recv_req)
-        return success, message if success else received.problem or message
+        local = adapter.weight_updates.LocalSerializedTensor
+        return [(name, tensor.get(self.rank) if isinstance(tensor, local) else tensor) for name, tensor in tensors]
 
     @contextmanager
-    def _use_receiver(self) -> Iterator[Receiver]:
+    def use_receiver(self) -> Iterator[Receiver]:
         """Put a :class:`Receiver` in place of the model, inside the block."""
         runner = self.model_runner
         received = Receiver(runner.model, self.expected)
