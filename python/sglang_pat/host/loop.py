@@ -150,6 +150,7 @@ def list_compiling(scheduler: SglangScheduler) -> list[Req]:
 
 # -- what the loop counts ----------------------------------------------------------------------------------------------
 
+
 def read_counters(scheduler: SglangScheduler) -> dict[str, Any]:
     """The values of the adapter's ``COUNTERS`` that this scheduler has, which a rank takes over from its new leader.
 

@@ -192,9 +192,10 @@ def write_state(req: Req, output: array, state: dict[str, Any], times: dict[str,
     """Write into a fresh ``req`` what :func:`read_state` and :func:`read_times` have read from another."""
     tokens, late = adapter.requests.make_tokens(output), adapter.requests.LATE
     names = (*LOGPROBS, *adapter.requests.FLAT_LOGPROBS)
-    logprobs, state = {name: state[name] for name in names if name in state}, {
-        name: value for name, value in state.items() if name not in names
-    }
+    logprobs, state = (
+        {name: state[name] for name in names if name in state},
+        {name: value for name, value in state.items() if name not in names},
+    )
     assign_many(adapter.requests.get_logprobs(req), logprobs, late)
     assign_many(req, state | {"output_ids": tokens}, late)
     assign_many(req.time_stats, times)

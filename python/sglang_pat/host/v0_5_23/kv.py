@@ -1,4 +1,4 @@
-"""SGLang's KV: a request says where its own lies in ``Req.kv``; the scheduler's components hold one allocator for good."""
+"""SGLang's KV: a request's own is in ``Req.kv``; the components of the scheduler hold one allocator for good."""
 
 from __future__ import annotations
 
