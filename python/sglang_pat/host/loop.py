@@ -154,9 +154,9 @@ def list_compiling(scheduler: SglangScheduler) -> list[Req]:
 def read_counters(scheduler: SglangScheduler) -> dict[str, Any]:
     """The values of the adapter's ``COUNTERS`` that this scheduler has, which a rank takes over from its new leader.
 
-    Ranks of one TP group run the same scheduler side by side: where two of them differ in a counter or an order, one waits
-    in a broadcast and the other in an all-reduce, for ever.  Ranks that come together from different groups differ in
-    whatever has counted their steps or read their clocks.  What else must be equal is made anew by
+    Ranks of one TP group run the same scheduler side by side: where two of them differ in a counter or an order, one
+    waits in a broadcast and the other in an all-reduce, for ever.  Ranks that come together from different groups
+    differ in whatever has counted their steps or read their clocks.  What else must be equal is made anew by
     ``AdaptiveScheduler.enter_layout`` and ``switch/install.py``.
     """
     return {path: value for path in adapter.loop.COUNTERS if (value := find(scheduler, path)) is not None}

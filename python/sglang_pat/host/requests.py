@@ -138,9 +138,10 @@ def abort(req: Req, reason: Any) -> None:
 # -- the whole state ---------------------------------------------------------------------------------------------------
 
 LOGPROBS = tuple(
-    "input_token_logprobs_val input_token_logprobs_idx input_top_logprobs_val input_top_logprobs_idx "
-    "input_token_ids_logprobs_val input_token_ids_logprobs_idx output_token_logprobs_val output_token_logprobs_idx "
-    "output_top_logprobs_val output_top_logprobs_idx output_token_ids_logprobs_val output_token_ids_logprobs_idx".split()
+    f"{of}_{what}_logprobs_{kind}"
+    for of in ("input", "output")
+    for what in ("token", "top", "token_ids")
+    for kind in ("val", "idx")
 )
 """Lists with an entry for each token where logprobs are asked for.  SGLang sends each entry to the client once, a
 stretch of some tokens at a time, and does not look at it again."""
