@@ -53,7 +53,13 @@ class AdaptiveModelRunner(runner.RankParts, MendedModelRunner):
         args, base = self.server_args, self.adaptive.base
         meeting = runner.find_meeting(args.dist_init_addr, self.dist_port, self.folder)
         self.groups = runner.join_world(
-            self.adaptive, self.rank, self.gpu_id, self.device, meeting, single_way, args.dist_timeout
+            self.adaptive,
+            self.rank,
+            self.gpu_id,
+            self.device,
+            meeting,
+            args.disable_custom_all_reduce,
+            args.dist_timeout,
         )
         initialize_dp_attention(server_args=args, model_config=self.model_config)
         self.tp_group = self.attention_tp_group = self.groups.get_tp_group(base)
