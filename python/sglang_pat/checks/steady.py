@@ -8,17 +8,17 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from sglang_pat.host.runner import RESOURCE_MAKERS
+from sglang_pat.host import adapter
 
 CHECK_STEADY_ENV = "SGLANG_PAT_CHECK_STEADY"
 
 
 @contextmanager
 def forbid_new_resources():
-    """Have calls to :data:`RESOURCE_MAKERS` inside the block raise RuntimeError, in test builds."""
+    """Have calls to what makes groups, pools and graphs inside the block raise RuntimeError, in test builds."""
     with ExitStack() as stack:
         if os.environ.get(CHECK_STEADY_ENV) == "1":
-            for owner, name in RESOURCE_MAKERS:
+            for owner, name in adapter.runner.RESOURCE_MAKERS:
                 stack.enter_context(mock.patch.object(owner, name, side_effect=_make_refusal(owner, name)))
         yield
 

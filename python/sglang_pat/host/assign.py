@@ -28,6 +28,8 @@ def assign_many(target: Any, values: dict[str, Any], late: frozenset[str] = froz
     Raises:
         AttributeError: as :func:`assign`; also for a property.
     """
+    if not hasattr(target, "__dict__"):  # it has slots
+        return assign(target, **values)
     attributes = vars(target)
     for name in values.keys() - attributes.keys() - late:
         raise _make_error(target, name)

@@ -1,8 +1,4 @@
-"""SGLang's ``ScheduleBatch``: made of requests whose KV is in place, and run for one step.
-
-SGLang 0.5.16 reads the tokens to decode after from ``FutureMap.output_tokens_buf`` by ``req_pool_indices``: it has no
-``ScheduleBatch.output_ids``, which :func:`_set_last_tokens` writes.
-"""
+"""SGLang's ``ScheduleBatch``: made of requests whose KV is in place, and run for one step."""
 
 from __future__ import annotations
 
@@ -11,10 +7,9 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_pat.host import kv
+from sglang_pat.host import adapter, kv
 from sglang_pat.host.assign import assign
 from sglang_pat.host.contract import SglangScheduler
 from sglang_pat.host.fixes import penalties
@@ -27,31 +22,28 @@ def make_decode_batch(scheduler: SglangScheduler, reqs: list[Req]) -> ScheduleBa
     """A batch about to decode, of requests whose KV is in place."""
     batch = _make_batch(scheduler, reqs, scheduler.enable_overlap)
     lengths = [kv.count_kv(req) for req in reqs]
-    numbers = [[kv.get_line(req) for req in reqs], lengths, [req.output_ids[-1] for req in reqs]]
+    lines = [kv.get_line(req) for req in reqs]
+    numbers = [lines, lengths, [req.output_ids[-1] for req in reqs]]
     places, seq_lens, last = upload(numbers, torch.int64, batch.device).unbind()
+    adapter.batches.set_places(batch, places, lines)
     assign(
         batch,
-        req_pool_indices=places,
         seq_lens=seq_lens,
         seq_lens_cpu=torch.tensor(lengths, dtype=torch.int64),
         orig_seq_lens=seq_lens.to(torch.int32),
         seq_lens_sum=sum(lengths),
         multimodal_inputs=[None] * len(reqs),
     )
-    _set_last_tokens(batch, last)
+    adapter.batches.set_last_tokens(scheduler, batch, last)
     if batch.return_logprob:
+        asked = [adapter.requests.get_logprobs(req) for req in reqs]
         assign(
             batch,
-            top_logprobs_nums=[req.top_logprobs_num for req in reqs],
-            token_ids_logprobs=[req.token_ids_logprob for req in reqs],
+            top_logprobs_nums=[logprobs.top_logprobs_num for logprobs in asked],
+            token_ids_logprobs=[logprobs.token_ids_logprob for logprobs in asked],
         )
     assign(batch, sampling_info=penalties.make_sampling_info(batch, decode=True))
     return batch
-
-
-def _set_last_tokens(batch: ScheduleBatch, tokens: torch.Tensor) -> None:
-    """Set the token that each request decodes after, int64 ``[requests]``."""
-    assign(batch, output_ids=tokens)
 
 
 def _make_batch(scheduler: SglangScheduler, reqs: list[Req], overlap: bool) -> ScheduleBatch:
@@ -76,10 +68,9 @@ def get_vocab_size(scheduler: SglangScheduler) -> int:
 def make_prefill(scheduler: SglangScheduler, prompts: Sequence[list[int]]) -> ScheduleBatch:
     """A batch about to prefill made-up ``prompts`` (token ids), in empty pools."""
     greedy = SamplingParams(max_new_tokens=1, temperature=0)
-    reqs = [Req(f"check {i}", "", prompt, greedy) for i, prompt in enumerate(prompts)]
+    reqs = [Req(f"check {i}", "", adapter.requests.make_tokens(prompt), greedy) for i, prompt in enumerate(prompts)]
     for req in reqs:
-        assign(req, fill_ids=req.origin_input_ids)
-        req.set_extend_input_len(len(req.fill_ids))
+        adapter.batches.compute_whole(req)
     batch = _make_batch(scheduler, reqs, False)
     batch.prepare_for_extend()
     return batch
@@ -87,15 +78,13 @@ def make_prefill(scheduler: SglangScheduler, prompts: Sequence[list[int]]) -> Sc
 
 def go_on_with(scheduler: SglangScheduler, batch: ScheduleBatch, tokens: Sequence[int]) -> None:
     """Have a batch that was prefilled decode next, where each request goes on with one of ``tokens``."""
-    _set_last_tokens(batch, torch.tensor(tokens, device=scheduler.device))
+    adapter.batches.set_last_tokens(scheduler, batch, torch.tensor(tokens, device=scheduler.device))
     batch.prepare_for_decode()
 
 
 def compute_logits(scheduler: SglangScheduler, batch: ScheduleBatch) -> torch.Tensor:
     """Run one step and return the logits of the next token, ``[requests, vocabulary]``."""
-    runner = scheduler.tp_worker.model_runner
-    output = runner.forward(ForwardBatch.init_new(batch.get_model_worker_batch(), runner))
-    return output.logits_output.next_token_logits.clone()  # a graph's next replay writes there
+    return adapter.batches.forward(scheduler, batch).clone()  # a graph's next replay writes there
 
 
 # -- what others read --------------------------------------------------------------------------------------------------

@@ -1,9 +1,4 @@
-"""The group of a rank: where SGLang keeps groups, ranks and sizes, and how it makes the groups.
-
-SGLang 0.5.16 has ranks and sizes in a frozen ``ParallelState`` (``scheduler.ps``), and its scheduler's components hold
-groups of their own: :func:`set_scheduler_group` would rebuild both.  In 0.5.23 layers no longer read the globals of
-:func:`set_global_groups` when they are called.
-"""
+"""The group of a rank: where SGLang keeps groups, ranks and sizes, and how it makes the groups."""
 
 from __future__ import annotations
 
@@ -12,17 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.parallel_state import GroupCoordinator, init_model_parallel_group
 
+from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign
-
-TP_GLOBALS = ("_TP", "_ATTN_TP", "_MOE_TP")
-"""Globals of ``parallel_state`` that follow the layout."""
-
-SINGLE_GLOBALS = ("_PP", "_ATTN_CP", "_MOE_DP", "_MOE_EP")
-"""Globals of ``parallel_state`` that are always groups of one rank (the degrees refused at start)."""
-
 
 # -- SGLang's coordinators ---------------------------------------------------------------------------------------------
 
@@ -68,26 +56,14 @@ def get_device_group(group: GroupCoordinator) -> dist.ProcessGroup:
 
 
 def set_global_groups(tp: GroupCoordinator, single: GroupCoordinator) -> None:
-    """Have SGLang's layers reduce in ``tp``; they read these globals when they are called."""
-    assign(parallel_state, **dict.fromkeys(TP_GLOBALS, tp), **dict.fromkeys(SINGLE_GLOBALS, single))
+    """Have SGLang's layers reduce in ``tp``; they look it up when they are called."""
+    adapter.groups.set_global_groups(tp, single)
 
 
 def set_scheduler_group(scheduler: Any, group: GroupCoordinator, tp_rank: int, tp: int) -> None:
     """Make ``scheduler`` rank ``tp_rank`` of this group of ``tp`` ranks: wherever it keeps a group, a rank or a
     size."""
-    assign(
-        scheduler,
-        tp_rank=tp_rank,
-        attn_tp_rank=tp_rank,
-        tp_size=tp,
-        attn_tp_size=tp,
-        tp_group=group,
-        attn_tp_group=group,
-        dp_tp_group=group,
-        tp_cpu_group=group.cpu_group,
-        attn_tp_cpu_group=group.cpu_group,
-        dp_tp_cpu_group=group.cpu_group,
-    )
+    adapter.groups.set_scheduler_group(scheduler, group, tp_rank, tp)
     assign(
         scheduler.grammar_manager,
         grammar_sync_group=group.cpu_group,
@@ -99,16 +75,12 @@ def set_scheduler_group(scheduler: Any, group: GroupCoordinator, tp_rank: int, t
 
 def set_runner_group(worker: Any, runner: Any, group: GroupCoordinator, tp_rank: int, tp: int) -> None:
     """Make a worker and its model runner rank ``tp_rank`` of this group of ``tp`` ranks."""
-    assign(runner, tp_group=group, attention_tp_group=group)
-    for owner in (worker, runner):
-        assign(owner, tp_rank=tp_rank, tp_size=tp)
-    assign(runner.load_config, tp_rank=tp_rank)
-    assign(runner.server_args, tp_size=tp)
+    adapter.groups.set_runner_group(worker, runner, group, tp_rank, tp)
 
 
 def get_place(scheduler: Any) -> tuple[int, int]:
     """TP rank and degree of the scheduler."""
-    return scheduler.tp_rank, scheduler.tp_size
+    return adapter.groups.get_place(scheduler)
 
 
 def get_control_group(scheduler: Any) -> dist.ProcessGroup:

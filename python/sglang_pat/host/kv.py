@@ -1,10 +1,6 @@
 """SGLang's KV pools: which slots are free, which slots a request has, and the buffers themselves.
 
 Slots of a request are int64 ``[tokens]``, in the order of its tokens; the last token has none yet.
-
-SGLang 0.5.16 has ``kv_allocated_len`` in ``Req.kv`` (``ReqKvInfo``), which is None until KV is allocated, and 0.5.23
-also ``req_pool_idx``, ``kv_committed_len`` and ``cache_protected_len``.  Its scheduler's components keep the allocator,
-too: :func:`set_allocator` would make them anew.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from sglang_pat.host import requests
+from sglang_pat.host import adapter, requests
 from sglang_pat.host.assign import assign
 from sglang_pat.host.contract import SglangScheduler
 from sglang_pat.switch.transfer import download, upload
@@ -70,16 +66,9 @@ def make_view(
         return pool, allocator
     view, heads = copy.copy(pool), pool.head_num // ratio
     k, v = ([_reshape(layer, ratio) for layer in layers] for layers in (pool.k_buffer, pool.v_buffer))
-    strides = [int(np.prod(x.shape[1:])) * x.dtype.itemsize for x in [*k, *v]]
-    assign(
-        view,
-        head_num=heads,
-        size=(pool.size + pool.page_size) * ratio - pool.page_size,
-        k_buffer=k,
-        v_buffer=v,
-        data_strides=torch.tensor(strides, device=pool.device),
-        row_dim=heads * pool.head_dim,
-    )
+    size = (pool.size + pool.page_size) * ratio - pool.page_size
+    assign(view, head_num=heads, size=size, k_buffer=k, v_buffer=v)
+    adapter.kv.fill_view(view, heads)
     return view, TokenToKVPoolAllocator(view.size, allocator.dtype, allocator.device, view, allocator.need_sort)
 
 
@@ -94,12 +83,7 @@ def count_slots(allocator: TokenToKVPoolAllocator) -> int:
 
 def set_allocator(scheduler: SglangScheduler, allocator: TokenToKVPoolAllocator) -> None:
     """Have the scheduler and its tree take slots from ``allocator``."""
-    assign(
-        scheduler,
-        token_to_kv_pool_allocator=allocator,
-        max_total_num_tokens=allocator.size,
-    )
-    assign(scheduler.tree_cache, token_to_kv_pool_allocator=allocator)
+    adapter.kv.set_allocator(scheduler, allocator)
 
 
 # -- which slots are taken ---------------------------------------------------------------------------------------------
@@ -141,9 +125,9 @@ def count_lines(scheduler: SglangScheduler) -> int:
 def check_sums(scheduler: SglangScheduler) -> None:
     """Raise ``RuntimeError`` naming all terms if KV slots or request slots do not add up."""
     reqs = scheduler.running_batch.reqs
-    held = sum(req.kv_allocated_len - req.cache_protected_len for req in reqs)
-    leak, message = scheduler._check_full_pool(scheduler.get_pool_stats(), uncached=held)
-    if leak:
+    records = [adapter.kv.get_record(req) for req in reqs]
+    held = sum(record.kv_allocated_len - record.cache_protected_len for record in records)
+    if message := adapter.kv.find_leak(scheduler, held):
         raise RuntimeError(f"KV slots do not add up after the switch: {message}")
     free, used, size = scheduler.req_to_token_pool.available_size(), len(reqs), scheduler.req_to_token_pool.size
     if free + used != size:
@@ -155,17 +139,18 @@ def check_sums(scheduler: SglangScheduler) -> None:
 
 def count_kv(req: Req) -> int:
     """Number of tokens of ``req``, which runs, that have KV."""
-    return req.kv_committed_len
+    return adapter.kv.get_record(req).kv_committed_len
 
 
 def get_line(req: Req) -> int | None:
     """The line of ``req`` in the table of running requests; None if it has none."""
-    return req.req_pool_idx
+    return adapter.kv.get_record(req).req_pool_idx
 
 
 def lose_kv(req: Req) -> None:
     """Make ``req``, whose KV is lost, ready to go back to the queue as tokens."""
-    assign(req, req_pool_idx=None)
+    assign(adapter.kv.get_record(req), req_pool_idx=None)
+    adapter.kv.forget_slots(req)
     req.reset_for_retract()
     requests.drop_piece_logprobs(req)
 
@@ -173,7 +158,7 @@ def lose_kv(req: Req) -> None:
 def describe_account(req: Req) -> tuple:
     """Values by which SGLang decides about one request, the same on all ranks of a group."""
     entered, outputs = requests.get_entry_time(req), requests.count_output(req)
-    return req.rid, req.priority, entered, outputs, count_kv(req), req.cache_protected_len
+    return req.rid, req.priority, entered, outputs, count_kv(req), adapter.kv.get_record(req).cache_protected_len
 
 
 def read_line(scheduler: SglangScheduler, req: Req) -> torch.Tensor:
@@ -193,7 +178,7 @@ def write_rows(scheduler: SglangScheduler, reqs: Sequence[Req], rows: Sequence[n
     """Give ``reqs`` lines in the table of running requests, with these slots."""
     pool, device = scheduler.req_to_token_pool, scheduler.device
     for req in reqs:
-        assign(req, req_pool_idx=None)  # of the old table, if it was here before
+        assign(adapter.kv.get_record(req), req_pool_idx=None)  # of the old table, if it was here before
     places = upload(pool.alloc(reqs), torch.int64, device)
     padded = np.zeros((len(reqs), max(map(len, rows))), dtype=np.int32)
     for line, row in zip(padded, rows, strict=True):
@@ -207,13 +192,8 @@ def write_rows(scheduler: SglangScheduler, reqs: Sequence[Req], rows: Sequence[n
 def _write_kv(req: Req, slots: torch.Tensor) -> None:
     """Write where the KV lies of a request that is about to decode."""
     length = len(slots)
-    assign(
-        req,
-        fill_ids=requests.get_tokens(req)[:length],
-        kv_committed_len=length,
-        kv_allocated_len=length,
-        # SGLang says so when it prefills a request again, which is not needed where all its KV is in the tree; else it
-        # would drop each of the tokens, and the request would decode for ever.
-        is_retracted=False,
-        prefix_indices=slots,
-    )
+    assign(adapter.kv.get_record(req), kv_committed_len=length, kv_allocated_len=length)
+    adapter.kv.write_extent(req, requests.get_tokens(req)[:length], slots)
+    # SGLang says so when it prefills a request again, which is not needed where all its KV is in the tree; else it
+    # would drop each of the tokens, and the request would decode for ever.
+    assign(req, is_retracted=False)

@@ -1,8 +1,4 @@
-"""SGLang's event loop: the requests that it holds, the step in flight, and what it counts.
-
-SGLang 0.5.16 passes ``running_batch`` and ``last_batch`` through ``get_next_batch_to_run``, which returns a
-``NextBatchPlan``; ``cur_batch`` is ``cur_batch_for_debug``.
-"""
+"""SGLang's event loop: the requests that it holds, the step in flight, and what it counts."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
+from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign
 from sglang_pat.host.contract import SglangScheduler
 
@@ -25,13 +22,13 @@ def drain(scheduler: SglangScheduler) -> None:
         scheduler.process_batch_result(*scheduler.result_queue.popleft())
     last = scheduler.last_batch
     if last is not None and last.forward_mode.is_extend():
-        last.filter_batch(chunked_req_to_exclude=[r for r in (scheduler.chunked_req, last.chunked_req) if r])
+        adapter.loop.leave_out(last, [r for r in (scheduler.chunked_req, last.chunked_req) if r])
         if not last.is_empty():
             if scheduler.running_batch.is_empty():
                 assign(scheduler, running_batch=last)
             else:
                 scheduler.running_batch.merge_batch(last)
-    assign(scheduler, last_batch=None, cur_batch=None)
+    assign(scheduler, last_batch=None, **{adapter.loop.CURRENT: None})
     scheduler.running_batch.filter_batch()
     # SGLang looks for room again where its own code shrinks this batch, and never again if it is empty.
     assign(scheduler.running_batch, batch_is_full=False)
@@ -153,29 +150,23 @@ def list_compiling(scheduler: SglangScheduler) -> list[Req]:
 
 # -- what the loop counts ----------------------------------------------------------------------------------------------
 
-COUNTERS = ("forward_ct", "recv_skipper._counter")
-"""Attributes of SGLang's scheduler, dotted, that a rank takes over from its new leader; plain values.
-
-Ranks of one TP group run the same scheduler side by side: where two of them differ in a counter or an order, one waits
-in a broadcast and the other in an all-reduce, for ever.  Ranks that come together from different groups differ in
-whatever has counted their steps or read their clocks.  What else must be equal is made anew by
-``AdaptiveScheduler.enter_layout`` and ``switch/install.py``.
-"""
-
-_STEP_MARKS = ("profiler_start_forward_ct", "profiler_target_forward_ct")
-"""Attributes counted in steps of this rank, which move along when ``forward_ct`` does."""
-
 
 def read_counters(scheduler: SglangScheduler) -> dict[str, Any]:
-    """The values of :data:`COUNTERS` that this scheduler has."""
-    return {path: value for path in COUNTERS if (value := find(scheduler, path)) is not None}
+    """The values of the adapter's ``COUNTERS`` that this scheduler has, which a rank takes over from its new leader.
+
+    Ranks of one TP group run the same scheduler side by side: where two of them differ in a counter or an order, one
+    waits in a broadcast and the other in an all-reduce, for ever.  Ranks that come together from different groups
+    differ in whatever has counted their steps or read their clocks.  What else must be equal is made anew by
+    ``AdaptiveScheduler.enter_layout`` and ``switch/install.py``.
+    """
+    return {path: value for path in adapter.loop.COUNTERS if (value := find(scheduler, path)) is not None}
 
 
 def write_counters(scheduler: SglangScheduler, values: dict[str, Any]) -> None:
     """Write the values that :func:`read_counters` has read on the leader."""
-    for name in _STEP_MARKS:
-        if (mark := getattr(scheduler, name, None)) is not None:
-            assign(scheduler, **{name: mark + values["forward_ct"] - scheduler.forward_ct})
+    moved = values["forward_ct"] - scheduler.forward_ct
+    marks = {path: find(scheduler, path) for path in adapter.loop.STEP_MARKS}
+    values = {path: mark + moved for path, mark in marks.items() if mark is not None} | values
     for path, value in values.items():
         owner, _, name = path.rpartition(".")
         assign(find(scheduler, owner) if owner else scheduler, **{name: value})

@@ -13,12 +13,13 @@ shim.ensure()
 
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager, run_detokenizer_process  # noqa: E402
 from sglang.srt.managers.io_struct import BatchEmbeddingOutput, BatchTokenIDOutput  # noqa: E402
-from sglang.srt.managers.scheduler import configure_logger, configure_scheduler_process  # noqa: E402
+from sglang.srt.managers.scheduler import configure_logger  # noqa: E402
 from sglang.srt.plugins import load_plugins  # noqa: E402
 from sglang.srt.server_args import PortArgs  # noqa: E402
 
 from sglang_pat.dropped import Dropped, IsolatingDispatcher  # noqa: E402
 from sglang_pat.errors import Unsupported, format_one_line  # noqa: E402
+from sglang_pat.host import adapter  # noqa: E402
 from sglang_pat.host.arguments import AdaptiveServerArgs, make_rank_view  # noqa: E402
 from sglang_pat.host.guard import check_overrides  # noqa: E402
 from sglang_pat.launch.contract import SGLangMismatch  # noqa: E402
@@ -42,31 +43,18 @@ def run_rank(
     Any exception ends the whole engine, so no client waits for a rank that is gone.
     """
     load_plugins()
-    # With all ranks as one group: the cores of a machine are shared out over them.
-    configure_scheduler_process(server_args, gpu_id, rank, 0, 0, 0, 0, None)
+    args = make_rank_view(server_args)
+    tp_rank = args.spec.config.base.tp_rank(rank)
+    adapter.process.configure(args, rank, gpu_id, tp_rank)
     setproctitle.setproctitle(f"{RANK_TITLE}{rank}")
     configure_logger(server_args, prefix=f" rank{rank}")
     if server_args.device == "cpu":
         # What SGLang compiles are a few tiny functions; asking the C++ compiler what it can do takes seconds.
         torch.compiler.set_stance("force_eager")
     try:
-        from sglang_pat.host.scheduler import AdaptiveScheduler
-
+        adapter.scheduler  # noqa: B018 (imported here, so that its overrides are checked)
         check_overrides()
-        args = make_rank_view(server_args)
-        scheduler = AdaptiveScheduler(
-            rank,
-            channel_address,
-            server_args=args,
-            port_args=port_args,
-            gpu_id=gpu_id,
-            tp_rank=args.spec.config.base.tp_rank(rank),
-            moe_ep_rank=0,
-            pp_rank=0,
-            attn_cp_rank=0,
-            moe_dp_rank=0,
-            dp_rank=None,
-        )
+        scheduler = adapter.process.make_scheduler(rank, channel_address, args, port_args, gpu_id, tp_rank)
         pipe_writer.send(scheduler.get_init_info())
         pipe_writer.close()
         scheduler.run_event_loop()

@@ -1,15 +1,12 @@
 """SGLang's ``Req``: values that others read of it, and its whole state, read on one rank and restored on another.
 
-SGLang (0.5.12) keeps all of it in attributes of ``Req``.  Where a request's KV lies is in ``host/kv.py`` and
-``host/tree.py``.  SGLang 0.5.16 has logprobs in ``Req.logprob`` (``ReqLogprob``), ``output_ids`` in an ``array("q")``,
-and ``full_untruncated_fill_ids`` with ``extend_range`` for ``fill_ids``.
+Where a request's KV lies is in ``host/kv.py`` and ``host/tree.py``.
 """
 
 from __future__ import annotations
 
 import copy
 import pickle
-import re
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +17,7 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 
+from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign, assign_many
 
 __all__ = ["Req", "TokenizedGenerateReqInput"]
@@ -46,8 +44,8 @@ def count_tokens(req: Req) -> int:
     return req.seqlen
 
 
-def get_tokens(req: Req) -> list[int]:
-    """Token ids of prompt and output."""
+def get_tokens(req: Req) -> Sequence[int]:
+    """Token ids of prompt and output, a list or an array."""
     return req.origin_input_ids + req.output_ids
 
 
@@ -139,27 +137,12 @@ def abort(req: Req, reason: Any) -> None:
 
 # -- the whole state ---------------------------------------------------------------------------------------------------
 
-CARRIED = (
-    "output_ids decoded_text surr_offset read_offset cur_decode_ids_len send_token_offset send_decode_id_offset "
-    "send_output_token_logprobs_offset input_logprob_sent input_token_logprobs_val input_token_logprobs_idx "
-    "input_top_logprobs_val input_top_logprobs_idx input_token_ids_logprobs_val input_token_ids_logprobs_idx "
-    "output_token_logprobs_val output_token_logprobs_idx output_top_logprobs_val "
-    "output_top_logprobs_idx output_token_ids_logprobs_val output_token_ids_logprobs_idx hidden_states customized_info "
-    "cached_tokens cached_tokens_device cached_tokens_host cached_tokens_storage "
-    "_cache_breakdown_computed retraction_count is_retracted retracted_stain to_finish finished_reason finished_len "
-    "finished_output reasoning_tokens _is_reasoning_over return_logprob logprob_start_len origin_input_ids "
-    "extend_batch_idx decode_batch_idx grammar_wait_ct temp_scaled_logprobs top_p_normalized_logprobs "
-    "has_log_time_stats "
-    # of the pieces of a prompt that have been computed
-    "input_token_logprobs temp_input_top_logprobs_val temp_input_top_logprobs_idx "
-    "temp_input_token_ids_logprobs_val temp_input_token_ids_logprobs_idx"
-).split()
-"""Attributes of ``Req`` that go over as they are."""
-
-LATE = frozenset({"cur_decode_ids_len", "input_top_logprobs_val"})
-"""Attributes that SGLang makes on first use: a fresh request does not have them."""
-
-LOGPROBS = tuple(name for name in CARRIED if re.fullmatch("(in|out)put_.*logprobs_(val|idx)", name))
+LOGPROBS = tuple(
+    f"{of}_{what}_logprobs_{kind}"
+    for of in ("input", "output")
+    for what in ("token", "top", "token_ids")
+    for kind in ("val", "idx")
+)
 """Lists with an entry for each token where logprobs are asked for.  SGLang sends each entry to the client once, a
 stretch of some tokens at a time, and does not look at it again."""
 
@@ -174,17 +157,20 @@ def seal(given: TokenizedGenerateReqInput, prompt: array) -> bytes:
 def unseal(sealed: bytes) -> tuple[TokenizedGenerateReqInput, array]:
     """The request as it came in, and its prompt's token ids (unsigned 32 bit)."""
     request, prompt = pickle.loads(sealed)
-    assign(request, input_ids=prompt.tolist())
+    assign(request, input_ids=adapter.requests.make_tokens(prompt))
     return request, prompt
 
 
 def read_state(req: Req, given: TokenizedGenerateReqInput) -> tuple[array, dict[str, Any]]:
-    """The tokens generated so far (unsigned 32 bit), and the other values of :data:`CARRIED`, but for a prompt that is
-    still the one ``given``."""
-    state = {name: getattr(req, name) for name in CARRIED if hasattr(req, name)}
-    if req.origin_input_ids is given.input_ids:
-        del state["origin_input_ids"]
-    return array("I", state.pop("output_ids")), state
+    """The tokens generated so far (unsigned 32 bit), and the other values that go over, by name: logprobs, what the
+    adapter's ``CARRIED`` names, and the prompt if it is no longer the one ``given``."""
+    logprobs = adapter.requests.get_logprobs(req)
+    state = {name: getattr(req, name) for name in adapter.requests.CARRIED if hasattr(req, name)}
+    names = (*LOGPROBS, *adapter.requests.FLAT_LOGPROBS)
+    state |= {name: getattr(logprobs, name) for name in names if hasattr(logprobs, name)}
+    if req.origin_input_ids is not given.input_ids:
+        state["origin_input_ids"] = req.origin_input_ids
+    return array("I", req.output_ids), state
 
 
 def read_times(req: Req) -> dict[str, float]:
@@ -205,11 +191,16 @@ def count_sent_logprobs(req: Req, name: str, length: int) -> int:
 
 def write_state(req: Req, output: array, state: dict[str, Any], times: dict[str, float]) -> None:
     """Write into a fresh ``req`` what :func:`read_state` and :func:`read_times` have read from another."""
-    tokens = output.tolist()
-    assign_many(req, state | {"output_ids": tokens}, LATE)
+    tokens, late = adapter.requests.make_tokens(output), adapter.requests.LATE
+    names = (*LOGPROBS, *adapter.requests.FLAT_LOGPROBS)
+    logprobs, state = (
+        {name: state[name] for name in names if name in state},
+        {name: value for name, value in state.items() if name not in names},
+    )
+    assign_many(adapter.requests.get_logprobs(req), logprobs, late)
+    assign_many(req, state | {"output_ids": tokens}, late)
     assign_many(req.time_stats, times)
     if req.surr_offset is not None:
         # SGLang keeps this list beside its parts; rebuilt instead of sent twice.
-        req.surr_and_decode_ids = (
-            list(req.origin_input_ids_unpadded[req.surr_offset :]) + tokens[: req.cur_decode_ids_len]
-        )
+        begin = adapter.requests.make_tokens(req.origin_input_ids_unpadded[req.surr_offset :])
+        req.surr_and_decode_ids = begin + tokens[: req.cur_decode_ids_len]

@@ -1,65 +1,50 @@
 """SGLang's model runner and TP worker, on one world of N ranks instead of one world per replica; and what of the runner
 belongs to a layout.
 
-SGLang 0.5.16 builds ``ModelRunner(ps=...)`` from a frozen ``ParallelState``, has CUDA graphs in ``runner/`` and
-``runner_backend/``, and no ``cuda_graph_bs``.
+The classes themselves are the adapter's (``AdaptiveModelRunner``, ``AdaptiveTpModelWorker``).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from sglang.srt.distributed import parallel_state
-from sglang.srt.layers.dp_attention import initialize_dp_attention
 from sglang.srt.layers.sampler import create_sampler
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.state_capturer.routed_experts import set_global_experts_capturer
-from sglang.srt.utils import get_available_gpu_memory, monkey_patch_p2p_access_check
+from sglang.srt.utils import monkey_patch_p2p_access_check
 from sglang.srt.utils.network import NetworkAddress
 
+from sglang_pat.config import AdaptiveConfig
 from sglang_pat.cpu import rendezvous, shm
 from sglang_pat.errors import Unsupported
 from sglang_pat.host import adapter, kv, layers, sharing
-from sglang_pat.host.arguments import AdaptiveServerArgs
 from sglang_pat.host.assign import assign
-from sglang_pat.host.fixes.grammars import MendedModelRunner
 from sglang_pat.host.routed_experts import RoutedExperts
 from sglang_pat.rank.groups import GroupPool
 from sglang_pat.switch.plan import compute_kv_head_range
 
-RESOURCE_MAKERS = (
-    (dist, "new_group"),
-    (MHATokenToKVPool, "__init__"),
-    (ModelRunner, "init_device_graphs"),
-    (ModelRunner, "init_attention_backend"),
-)
-"""Functions that make process groups, pools and graphs, and so a second copy of their memory."""
 
+class RankParts:
+    """What a rank's model runner has beside SGLang's; the adapter's ``AdaptiveModelRunner`` is made of it.
 
-class AdaptiveModelRunner(MendedModelRunner):
-    """A ``ModelRunner`` whose groups come from a pool over all N ranks.
-
-    Life cycle: constructed in the base layout; ``sglang_pat.rank.layouts`` then points its
-    model, sampler, attention backend, graphs and KV pool at those of the layout in force.
+    Attributes:
+        adaptive: what the settings say; ``rank``: number in the engine; ``groups``: the process groups of all layouts.
     """
 
-    def __init__(self, *, server_args: AdaptiveServerArgs, rank: int, folder: Path, **kwargs) -> None:
-        self.adaptive = server_args.spec.config
-        self.rank = rank
-        self.folder = folder
-        super().__init__(server_args=server_args, **kwargs)
+    adaptive: AdaptiveConfig
+    rank: int
+    groups: GroupPool
 
-    def init_routed_experts_capturer(self) -> None:
+    def init_routed_experts_capturer(self: Any) -> None:
         """Make our table of routed experts, with a row for each slot of the largest layout; all ranks together."""
-        self.routed_experts: RoutedExperts | None = None
+        self.routed_experts = None
         if self.server_args.enable_return_routed_experts:
             assert self.page_size is not None, "SGLang has chosen it"
             kv_heads = self.model_config.get_total_num_kv_heads()
@@ -68,7 +53,7 @@ class AdaptiveModelRunner(MendedModelRunner):
                 self.routed_experts = RoutedExperts(
                     self.model_config,
                     slots=(self.max_total_num_tokens + self.page_size) * (heads[0] // heads[-1]),
-                    step=self._count_step_tokens(),
+                    step=_count_step_tokens(self),
                     device=self.device,
                     group=self.groups.world,
                 )
@@ -76,88 +61,63 @@ class AdaptiveModelRunner(MendedModelRunner):
                 raise Unsupported(f"--enable-return-routed-experts: {error}") from None
         set_global_experts_capturer(self.routed_experts)
 
-    def _count_step_tokens(self) -> int:
-        """Most tokens of a step."""
-        args = self.server_args
-        whole = args.chunked_prefill_size is None or args.chunked_prefill_size <= 0
-        prompts = max(args.max_prefill_tokens, self.model_config.context_len) if whole else args.chunked_prefill_size
-        return max(prompts, self.max_running_requests)
 
-    def init_threads_binding(self) -> None:
-        """Share the cores out over the N ranks (SGLang knows the ranks of one replica only)."""
-        cores = sorted(os.sched_getaffinity(0))
-        share = max(1, len(cores) // self.adaptive.num_ranks)
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", share)))
-        if len(cores) >= self.adaptive.num_ranks:
-            os.sched_setaffinity(0, cores[self.rank * share : (self.rank + 1) * share])
-
-    def init_torch_distributed(self) -> float:
-        """Join one world of N ranks, with pooled groups; returns the free memory before loading, in GB."""
-        sharing.allow_sharing(self.rank)
-        shm.register()
-        rendezvous.register()
-        torch.get_device_module(self.device).set_device(self.gpu_id)
-        meeting = rendezvous.make_url(self.dist_port) if self.dist_port else rendezvous.make_file_url(self.folder)
-        if self.server_args.dist_init_addr:
-            meeting = NetworkAddress.parse(self.server_args.dist_init_addr).to_tcp()
-        on_cuda = self.device == "cuda"
-        if on_cuda:
-            monkey_patch_p2p_access_check()  # as SGLang does, and in place of a check that is refused (flags.py)
-        parallel_state.set_custom_all_reduce(on_cuda and not self.server_args.disable_custom_all_reduce)
-        parallel_state.init_distributed_environment(
-            backend="nccl" if on_cuda else "gloo",
-            world_size=self.adaptive.num_ranks,
-            rank=self.rank,
-            local_rank=self.gpu_id,
-            distributed_init_method=meeting,
-            timeout=self.server_args.dist_timeout,
-        )
-        self.groups = GroupPool(self.adaptive.layouts, self.rank, self.gpu_id, self.device)
-        base = self.adaptive.base
-        self.groups.install(base)
-        initialize_dp_attention(server_args=self.server_args, model_config=self.model_config)
-        self.tp_group = self.attention_tp_group = self.groups.get_tp_group(base)
-        self.pp_group = self.groups.get_single_group()
-        return get_available_gpu_memory(
-            self.device,
-            self.gpu_id,
-            distributed=self.adaptive.num_ranks > 1,
-            cpu_group=parallel_state.get_world_group().cpu_group,
-        )
+def _count_step_tokens(runner: Any) -> int:
+    """Most tokens of a step."""
+    args = adapter.arguments.read(runner.server_args)
+    whole = args.chunked_prefill_size is None or args.chunked_prefill_size <= 0
+    prompts = max(args.max_prefill_tokens, runner.model_config.context_len) if whole else args.chunked_prefill_size
+    return max(prompts, runner.max_running_requests)
 
 
-class AdaptiveTpModelWorker(adapter.weight_updates.WholeUpdatesTpModelWorker):
-    """A ``TpModelWorker`` around an :class:`AdaptiveModelRunner`."""
+# -- one world of N ranks ----------------------------------------------------------------------------------------------
 
-    def __init__(self, *, rank: int, folder: Path, **kwargs) -> None:
-        self.rank = rank
-        self.folder = folder
-        super().__init__(**kwargs)
-        runner = self.model_runner
-        runner.groups.use_shared_memory_for_control()
-        self.expect(build_model(runner))
 
-    def _init_model_runner(self) -> None:
-        self._model_runner = AdaptiveModelRunner(
-            rank=self.rank,
-            folder=self.folder,
-            model_config=self.model_config,
-            mem_fraction_static=self.server_args.mem_fraction_static,
-            gpu_id=self.gpu_id,
-            tp_rank=self.tp_rank,
-            tp_size=self.tp_size,
-            moe_ep_rank=self.moe_ep_rank,
-            moe_ep_size=self.ep_size,
-            pp_rank=self.pp_rank,
-            pp_size=self.pp_size,
-            nccl_port=self.nccl_port,
-            dp_rank=self.dp_rank,
-            server_args=self.server_args,
-            is_draft_worker=self.is_draft_worker,
-            req_to_token_pool=self.req_to_token_pool,
-            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
-            memory_pool_config=self.memory_pool_config,
-        )
+def share_cores(num_ranks: int, rank: int) -> None:
+    """Share the cores out over the ranks."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // num_ranks)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", share)))
+    if len(cores) >= num_ranks:
+        os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
+
+
+def find_meeting(address: str | None, port: int | None, folder: Path) -> str:
+    """URL at which the ranks meet: the ``address`` that a user gave, or on this machine."""
+    if address:
+        return NetworkAddress.parse(address).to_tcp()
+    return rendezvous.make_url(port) if port else rendezvous.make_file_url(folder)
+
+
+def join_world(
+    config: AdaptiveConfig,
+    rank: int,
+    gpu_id: int,
+    device: str,
+    meeting: str,
+    disable_custom_all_reduce: bool,
+    timeout: int | None,
+) -> GroupPool:
+    """Join one world of all ranks, with the groups of all layouts; those of the base layout are installed."""
+    sharing.allow_sharing(rank)
+    shm.register()
+    rendezvous.register()
+    torch.get_device_module(device).set_device(gpu_id)
+    on_cuda = device == "cuda"
+    if on_cuda:
+        monkey_patch_p2p_access_check()  # as SGLang does, and in place of a check that is refused (flags.py)
+    parallel_state.set_custom_all_reduce(on_cuda and not disable_custom_all_reduce)
+    parallel_state.init_distributed_environment(
+        backend="nccl" if on_cuda else "gloo",
+        world_size=config.num_ranks,
+        rank=rank,
+        local_rank=gpu_id,
+        distributed_init_method=meeting,
+        timeout=timeout,
+    )
+    pool = GroupPool(config.layouts, rank, gpu_id, device)
+    pool.install(config.base)
+    return pool
 
 
 # -- what of the runner belongs to a layout ----------------------------------------------------------------------------
@@ -179,19 +139,19 @@ class LayoutParts:
         return self.graph_runner is not None
 
 
-def get_runner(worker: AdaptiveTpModelWorker) -> AdaptiveModelRunner:
+def get_runner(worker: Any) -> Any:
     runner = worker.model_runner
-    assert isinstance(runner, AdaptiveModelRunner), "it was made here"
+    assert isinstance(runner, RankParts), "it was made here"
     return runner
 
 
-def describe(runner: AdaptiveModelRunner) -> tuple[str, torch.dtype, int]:
+def describe(runner: Any) -> tuple[str, torch.dtype, int]:
     """The runner's device, and dtype and number of KV heads of the whole model."""
     assert runner.device is not None, "SGLang has chosen it"
     return runner.device, runner.dtype, runner.model_config.get_total_num_kv_heads()
 
 
-def find_reason_against(runner: AdaptiveModelRunner) -> str | None:
+def find_reason_against(runner: Any) -> str | None:
     """Reason why the loaded model cannot cross a switch; None if there is none."""
     windowed = runner.sliding_window_size is not None
     return kv.find_reason_against(runner.token_to_kv_pool) or (
@@ -199,30 +159,30 @@ def find_reason_against(runner: AdaptiveModelRunner) -> str | None:
     )
 
 
-def get_graph_sizes(runner: AdaptiveModelRunner, tp: int) -> Sequence[int]:
+def get_graph_sizes(runner: Any, tp: int) -> Sequence[int]:
     """Sizes of the batches that get CUDA graphs at degree ``tp``; empty for none."""
     return runner.server_args.spec.graph_sizes[tp]
 
 
-def build_model(runner: AdaptiveModelRunner) -> torch.nn.Module:
+def build_model(runner: Any) -> torch.nn.Module:
     """Build the runner's model under the groups that are installed now, without memory for parameters."""
     return layers.build_model(runner.model_config, runner.load_config, runner.device)
 
 
-def read_parts(runner: AdaptiveModelRunner) -> LayoutParts:
+def read_parts(runner: Any) -> LayoutParts:
     """The parts that the runner is pointed at."""
     return LayoutParts(
         model=runner.model,
         sampler=runner.sampler,
         attn_backend=runner.attn_backend,
-        graph_runner=runner.graph_runner,
+        graph_runner=getattr(runner, adapter.runner.GRAPHS),
         kv_pool=runner.token_to_kv_pool,
-        allocator=runner.token_to_kv_pool_allocator,
+        allocator=adapter.kv.copy_allocator(runner.token_to_kv_pool_allocator),
     )
 
 
 def build_parts(
-    runner: AdaptiveModelRunner,
+    runner: Any,
     model: torch.nn.Module,
     pool: MHATokenToKVPool,
     allocator: TokenToKVPoolAllocator,
@@ -235,36 +195,22 @@ def build_parts(
     Args:
         graph_sizes: sizes of the batches that get CUDA graphs; empty for none.
     """
-    assign(
-        runner,
-        model=model,
-        sampler=create_sampler(),
-        token_to_kv_pool=pool,
-        token_to_kv_pool_allocator=allocator,
-        graph_runner=None,
-    )
-    runner.init_attention_backend()
+    assign(runner, model=model, sampler=create_sampler(), token_to_kv_pool=pool, **{adapter.runner.GRAPHS: None})
+    adapter.runner.set_allocator(runner, allocator)
+    adapter.runner.init_backend(runner)
     if graph_sizes:
-        args = runner.server_args
-        saved = args.cuda_graph_bs
-        assign(args, cuda_graph_bs=list(graph_sizes))  # SGLang adds to it
-        try:
-            runner.init_device_graphs()
-        finally:
-            assign(args, cuda_graph_bs=saved)
-    return read_parts(runner)
+        adapter.runner.capture(runner, graph_sizes)
+    return replace(read_parts(runner), allocator=allocator)
 
 
-def install_parts(worker: AdaptiveTpModelWorker, runner: AdaptiveModelRunner, parts: LayoutParts) -> None:
+def install_parts(worker: Any, runner: Any, parts: LayoutParts) -> None:
     """Point the runner at ``parts``."""
     assign(
         runner,
         model=parts.model,
         sampler=parts.sampler,
         attn_backend=parts.attn_backend,
-        graph_runner=parts.graph_runner,
         token_to_kv_pool=parts.kv_pool,
-        token_to_kv_pool_allocator=parts.allocator,
+        **{adapter.runner.GRAPHS: parts.graph_runner},
     )
-    for owner in (runner, worker):
-        assign(owner, max_total_num_tokens=kv.count_slots(parts.allocator))
+    adapter.runner.set_pool(worker, runner, parts.allocator)

@@ -1,7 +1,4 @@
-"""SGLang's radix tree (``RadixCache``): the KV of prompts and of requests that wait, found by tokens.
-
-SGLang 0.5.23 adds a ``TreeLock``, and has ``cache_protected_len`` in ``Req.kv``.
-"""
+"""SGLang's radix tree (``RadixCache``): the KV of prompts and of requests that wait, found by tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign
 from sglang_pat.host.contract import SglangScheduler
 from sglang_pat.host.requests import get_tokens
@@ -22,8 +19,7 @@ from sglang_pat.host.requests import get_tokens
 
 def keeps_kv(scheduler: SglangScheduler) -> bool:
     """Whether there is a tree that keeps anything (``--disable-radix-cache``)."""
-    tree = scheduler.tree_cache
-    return not (tree.is_chunk_cache() or tree.disable)
+    return adapter.tree.has_tree(scheduler) and not scheduler.tree_cache.disable
 
 
 def get_root(scheduler: SglangScheduler) -> Any | None:
@@ -35,8 +31,8 @@ def find_kv(scheduler: SglangScheduler, req: Req) -> torch.Tensor:
     """Slots of the first tokens of ``req`` that the tree has, but for the last token, ``[tokens]``."""
     if not keeps_kv(scheduler):
         return torch.empty(0, dtype=torch.int64)
-    key = RadixKey(get_tokens(req)[:-1], req.extra_key)
-    return scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key)).device_indices
+    tree, key = scheduler.tree_cache, adapter.tree.make_key(req, get_tokens(req)[:-1])
+    return adapter.tree.read_slots(tree, tree.match_prefix(MatchPrefixParams(key=key)))
 
 
 def leave_kv(scheduler: SglangScheduler, req: Req, slots: np.ndarray) -> tuple[int, np.ndarray, Any]:
@@ -46,17 +42,17 @@ def leave_kv(scheduler: SglangScheduler, req: Req, slots: np.ndarray) -> tuple[i
         The number of its first tokens that the tree has had elsewhere, the slots of all now, and the last node.
     """
     tree: BasePrefixCache = scheduler.tree_cache
-    key = RadixKey(get_tokens(req)[: len(slots)], req.extra_key)
+    key = adapter.tree.make_key(req, get_tokens(req)[: len(slots)])
     given = InsertParams(key=key, value=torch.from_numpy(slots), priority=getattr(req, "priority", 0) or 0)
     known = tree.insert(given).prefix_len
     match = tree.match_prefix(MatchPrefixParams(key=key))
-    return known, match.device_indices.numpy(), match.last_device_node
+    return known, adapter.tree.read_slots(tree, match).numpy(), match.last_device_node
 
 
 def hold_kv(scheduler: SglangScheduler, req: Req, node: Any, protected: int) -> None:
     """Keep what is in the tree up to ``node`` for ``req``, of whose tokens the tree has the first ``protected``."""
-    assign(req, cache_protected_len=protected, last_node=node, last_host_node=None, best_match_node=None)
-    scheduler.tree_cache.inc_lock_ref(node)
+    assign(req, last_node=node, last_host_node=None, best_match_node=None)
+    adapter.tree.hold(scheduler.tree_cache, req, node, protected)
 
 
 def map_slots(scheduler: SglangScheduler, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -79,14 +75,14 @@ def inject(scheduler: SglangScheduler, prompts: list[list[int]]) -> None:
     tokens (a mixture's time depends on how many experts they choose).  Prompts that do not fit beside the live
     requests are left out, and so are all where the tree keeps nothing (``--disable-radix-cache``).
     """
-    tree = scheduler.tree_cache
-    if tree.is_chunk_cache():
+    if not adapter.tree.has_tree(scheduler):
         return
+    tree = scheduler.tree_cache
     allocator = tree.token_to_kv_pool_allocator
     for ids in prompts:
         evict_from_tree_cache(tree, len(ids))
         slots = allocator.alloc(len(ids))
         if slots is None:
             return
-        known = tree.insert(InsertParams(key=RadixKey(ids), value=slots)).prefix_len
+        known = tree.insert(InsertParams(key=adapter.tree.make_key(None, ids), value=slots)).prefix_len
         allocator.free(slots[:known])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from sglang_pat.cpu.windows import Windows
 from sglang_pat.errors import Unsupported, format_one_line
 from sglang_pat.host import groups, kv, runner
 from sglang_pat.host.layers import compile_layers
-from sglang_pat.host.runner import AdaptiveTpModelWorker, LayoutParts
+from sglang_pat.host.runner import LayoutParts
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.rank.shard_check import check_heads, check_shards
 from sglang_pat.rank.weights import Views, reshard
@@ -63,7 +64,7 @@ class Layouts:
         routed_experts: rows of routed experts, if clients may ask for them.
     """
 
-    def __init__(self, worker: AdaptiveTpModelWorker) -> None:
+    def __init__(self, worker: Any) -> None:
         self.worker = worker
         self.runner = runner.get_runner(worker)
         self.config = self.runner.adaptive

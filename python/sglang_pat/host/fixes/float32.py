@@ -31,7 +31,8 @@ def force_float32(args: ServerArgs) -> None:
       Layouts then differ by some 1e-3 in a logit.  What the user has set stays.
     - Images with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 have torch multiply in TF32 as well.
     """
-    if adapter.arguments.get_device(args) == "cuda" and args.dtype in ("float32", "float"):
+    args = adapter.arguments.read(args)
+    if args.device == "cuda" and args.dtype in ("float32", "float"):
         assign(RMSNorm, forward_cuda=RMSNorm.forward_native)
         assign(fused_moe, invoke_fused_moe_kernel=_multiply_by_experts)
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")

@@ -1,61 +1,46 @@
 """SGLang's scheduler on a rank of the adaptive engine: where its own steps are hooked.
 
-It stays SGLang's scheduler of one replica, with faults mended (``host/fixes/scheduler.py``).  What is added: its lines
-to the coordinator, the handlers of ``Prepare``/``Compile``/``Switch``/``Cancel``, load reports, and
-:meth:`AdaptiveScheduler.enter_layout`, which makes it the scheduler of another TP group.
+It stays SGLang's scheduler of one replica, with faults mended.  What is added: its lines to the coordinator, the
+handlers of ``Prepare``/``Compile``/``Switch``/``Cancel``, load reports, and :meth:`AdaptiveScheduler.enter_layout`,
+which makes it the scheduler of another TP group.
 
-What the methods do is in the modules that they call.
-
-SGLang 0.5.16 composes its scheduler of ``managers/scheduler_components``: ``recv_requests``, ``stream_output``, weight
-updates and the profiler are methods of those, and an override here would not be called (``guard`` refuses that).
-Components keep the group, the pool and the sockets of their making: :meth:`AdaptiveScheduler.enter_layout` would make
-them anew.
+SGLang composes it of components, which keep sockets and allocator for good.  So a rank's senders and its allocator
+stay, too, and say in each layout what they are there.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import random
 from array import array
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import zmq
+from sglang.srt.distributed import bootstrap
+from sglang.srt.layers.dp_attention import initialize_dp_attention
 from sglang.srt.managers.io_struct import (
     GetInternalStateReq,
     GetInternalStateReqOutput,
-    InitWeightsUpdateGroupReqInput,
     OpenSessionReqInput,
     OpenSessionReqOutput,
-    ProfileReq,
-    ProfileReqOutput,
     TokenizedGenerateReqInput,
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightFromDiskReqOutput,
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromIPCReqInput,
-    UpdateWeightsFromTensorReqInput,
 )
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.managers.scheduler import SenderWrapper
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.managers.schedule_batch import NextBatchPlan, Req, ScheduleBatch
 from sglang.srt.observability.metrics_collector import SchedulerStats
+from sglang.srt.runtime_context import get_device, get_exec, get_observability, get_parallel
 from sglang.srt.server_args import PortArgs
 
 from sglang_pat.checks import census, tokens
-from sglang_pat.host import adapter, groups, kv, tree
+from sglang_pat.host import groups, kv, runner, seeds, tree
 from sglang_pat.host import requests as host
-from sglang_pat.host.arguments import AdaptiveServerArgs
 from sglang_pat.host.assign import assign, assigned
 from sglang_pat.host.controls import SINGLES
 from sglang_pat.host.outputs import ControlSender, RpcRelay
-from sglang_pat.host.runner import AdaptiveTpModelWorker
+from sglang_pat.host.v0_5_23.mended_scheduler import MendedScheduler
+from sglang_pat.host.v0_5_23.runner import AdaptiveTpModelWorker
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.memory.plan import format_size
 from sglang_pat.messages import Cancel, Compile, InjectPrefixes, Prepare, StepPermit, Switch, TraceQuery
 from sglang_pat.rank import degrees
 from sglang_pat.rank.channels import RankChannel
@@ -72,38 +57,40 @@ logger = logging.getLogger(__name__)
 HELD_POLL_MILLISECONDS = 20
 """Longest sleep of a leader that holds; a request wakes it."""
 
-RECAPTURE_REFUSED = "recapture_cuda_graph: not with --adaptive-tp, whose layouts keep their graphs; leave it out"
 
+class LeaderSender:
+    """A sender that components keep for good, which sends while this rank leads a group.
 
-def set_seed(seed: int) -> None:
-    """Do what SGLang's ``set_random_seed`` does, for the devices that are there.
-
-    For each kind that is not, ``torch.manual_seed`` keeps the call and a printed stack for ever, which takes
-    milliseconds.
+    Args:
+        sender: the sender of a leader.
     """
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(seed)
+
+    def __init__(self, sender: Any) -> None:
+        self._sender, self.leads = sender, True
+
+    def send_output(self, output: Any, recv_obj: Any = None) -> None:
+        if self.leads:
+            self._sender.send_output(output, recv_obj)
 
 
-class AdaptiveScheduler(adapter.mended_scheduler.MendedScheduler):
+class AdaptiveScheduler(MendedScheduler):
     """The scheduler of one rank.
 
     Life cycle: constructed in the base layout; from then on a follower or the leader of one TP
     group at a time, as :meth:`enter_layout` says.
     """
 
-    def __init__(self, rank: int, channel_address: str, *, server_args: AdaptiveServerArgs, **kwargs: Any) -> None:
+    def __init__(self, rank: int, channel_address: str, *, server_args: Any, port_args: PortArgs) -> None:
         self.adaptive = server_args.spec.config
         self.rank = rank
         self._channel_address = channel_address
+        self._folder = Path(channel_address.removeprefix("ipc://")).parent
         self._captured: list[Req] | None = None
         self.load = LoadReporter(self)
         self.trace = StepTrace()
         self.gate = StepGate()
-        super().__init__(server_args=server_args, **kwargs)
+        with assigned(bootstrap, init_parallel_runtime=self._join_world):
+            super().__init__(server_args=server_args, port_args=port_args)
         self.base_capacity = self.max_total_num_tokens
         self.layouts = Layouts(self.tp_worker)
         self.grammars = CompiledGrammars(self.grammar_manager.grammar_backend)
@@ -115,35 +102,53 @@ class AdaptiveScheduler(adapter.mended_scheduler.MendedScheduler):
 
     # -- construction: SGLang's own steps, with our channels and worker ------------------------
 
+    def _join_world(self, *, server_args: Any, device: str, dist_port: int) -> None:
+        """Join one world of N ranks, with pooled groups, in place of SGLang's ``init_parallel_runtime``."""
+        parallel = get_parallel()
+        runner.share_cores(self.adaptive.num_ranks, self.rank)
+        meeting = runner.find_meeting(parallel.dist_init_addr, dist_port, self._folder)
+        self.groups = runner.join_world(
+            self.adaptive, self.rank, get_device().gpu_id, device, meeting, get_exec().comm.disable_custom_all_reduce,
+            parallel.dist_timeout,
+        )  # fmt: skip
+        initialize_dp_attention(server_args=server_args)
+
     def init_ipc_channels(self, port_args: PortArgs) -> None:
         super().init_ipc_channels(port_args)
+        assign(self, load_snapshot_writer=None)  # nobody reads it: the coordinator reports the load
         self.channel = RankChannel(zmq.Context.instance(), self._channel_address, self.rank)
-        self._can_lead = self.recv_from_tokenizer is not None
-        self.output = OutputSender(self.send_to_detokenizer, self.rank, degrees.add_degrees_to_output)
-        self._control = ControlSender(self.channel.send_sglang, self.end_waiting)
-        self._silent = SenderWrapper(None)
-        self._idle_sleeper = self.idle_sleeper
+        channels = self.ipc_channels
+        self._can_lead = channels.recv_from_rpc is not None
+        self.output = OutputSender(channels.send_to_detokenizer, self.rank, degrees.add_degrees_to_output)
+        control = ControlSender(self.channel.send_sglang, self.end_waiting)
+        self._senders = LeaderSender(self.output), LeaderSender(control)
+        changed: dict[str, Any] = dict(zip(("send_to_detokenizer", "send_to_tokenizer"), self._senders, strict=True))
         if self._can_lead:
-            assign(self, recv_from_rpc=RpcRelay(self.channel.send_sglang))
+            changed["recv_from_rpc"] = RpcRelay(self.channel.send_sglang)
+        assign(self, ipc_channels=dataclasses.replace(channels, **changed))
 
-    def init_metrics(self, tp_rank: int, pp_rank: int, dp_rank: int | None) -> None:
+    def init_metrics_collector(self) -> None:
         # Series of their own: every rank is built as the first rank of the only replica.
-        super().init_metrics(tp_rank, pp_rank, self.rank)
+        with get_parallel().override(dp_rank=self.rank):
+            super().init_metrics_collector()
+
+    def init_idle_sleeper(self) -> None:
+        super().init_idle_sleeper()
+        self._idle_sleeper = self.idle_sleeper
 
     def init_tp_model_worker(self) -> None:
         self.tp_worker = AdaptiveTpModelWorker(
             rank=self.rank,
-            folder=Path(self._channel_address.removeprefix("ipc://")).parent,
+            groups=self.groups,
             server_args=self.server_args,
-            gpu_id=self.gpu_id,
-            tp_rank=self.tp_rank,
-            moe_ep_rank=self.moe_ep_rank,
-            pp_rank=self.pp_rank,
-            attn_cp_rank=self.attn_cp_rank,
-            moe_dp_rank=self.moe_dp_rank,
-            dp_rank=self.dp_rank,
+            gpu_id=get_device().gpu_id,
             nccl_port=self.nccl_port,
         )
+
+    def init_profiler(self) -> None:
+        super().init_profiler()
+        # Ranks of a group may have come together in the middle of a profile: each stops without SGLang's barrier.
+        assign(self.profiler_manager, dp_tp_cpu_group=self.groups.get_single_group().cpu_group)
 
     def init_request_dispatcher(self) -> None:
         super().init_request_dispatcher()
@@ -170,11 +175,11 @@ class AdaptiveScheduler(adapter.mended_scheduler.MendedScheduler):
     def _engine_paused(self, paused: bool) -> None:
         self._paused_by_client = paused
 
-    def recv_requests(self) -> list[Any]:
+    def ingest_requests(self, stop_at_pause: bool = False) -> list[Any]:
         self.executor.poll_command()
         if self.is_leader and self.gate.closed and self.gate.said:
             self.recv_from_tokenizer.poll(HELD_POLL_MILLISECONDS)
-        return super().recv_requests()
+        return super().ingest_requests(stop_at_pause)
 
     def _report_hold(self) -> None:
         if self.gate.closed and not self.gate.said:
@@ -187,7 +192,7 @@ class AdaptiveScheduler(adapter.mended_scheduler.MendedScheduler):
 
     @property
     def is_leader(self) -> bool:
-        return self.attn_tp_rank == 0
+        return get_parallel().attn_tp_rank == 0
 
     def enter_layout(self, layout: ParallelLayout, epoch: int, fence: dict[int, int] | None = None) -> None:
         """Become the scheduler of this rank's TP group in ``layout``, with empty pools.
@@ -204,25 +209,25 @@ class AdaptiveScheduler(adapter.mended_scheduler.MendedScheduler):
         self.clear_pools()
         leads = self.is_leader
         self.output.fence = fence
+        for sender in self._senders:
+            sender.leads = leads
+        assign(self, idle_sleeper=self._idle_sleeper if leads else None)
+        reporter, observed = self.metrics_reporter, get_observability()
         assign(
-            self,
-            send_to_detokenizer=self.output if leads else self._silent,
-            send_to_tokenizer=self._control if leads else self._silent,
-            idle_sleeper=self._idle_sleeper if leads else None,
+            reporter,
             is_stats_logging_rank=leads,
-            current_scheduler_metrics_enabled=self.enable_metrics
-            and (leads or self.server_args.enable_metrics_for_all_schedulers),
-            # The estimate behind admission, which replicas have each learnt for themselves: ranks of one group must
-            # agree.
-            new_token_ratio=self.init_new_token_ratio,
+            current_scheduler_metrics_enabled=reporter.enable_metrics
+            and (leads or observed.enable_metrics_for_all_schedulers),
         )
-        if self.enable_metrics and not self.current_scheduler_metrics_enabled:
+        # The estimate behind admission, which replicas have each learnt for themselves: ranks of one group must agree.
+        self.new_token_ratio_tracker.reset()
+        if reporter.enable_metrics and not reporter.current_scheduler_metrics_enabled:
             # The leader tells of its requests from now on; gauges that nobody sets would count them twice.
-            assign(self, stats=SchedulerStats())
-            self.metrics_collector.log_stats(self.stats)
+            assign(reporter, stats=SchedulerStats())
+            reporter.metrics_collector.log_stats(reporter.stats)
         # Ranks of one group must draw the same numbers and different groups different ones; after a
         # switch neither holds by itself.  For a seed from (seed, switch, group) nothing has to be sent.
-        set_seed((self.random_seed + 7919 * layout.group_of(self.rank) + 104729 * epoch) % (1 << 31))
+        seeds.set_seed((self.random_seed + 7919 * layout.group_of(self.rank) + 104729 * epoch) % (1 << 31))
         self.load.reset_for_new_group()
 
     def clear_pools(self) -> None:
@@ -237,9 +242,9 @@ class AdaptiveScheduler(adapter.mended_scheduler.MendedScheduler):
         super().process_input_requests(recv_reqs)
         self._report_hold()
 
-    def handle_generate_request(self, recv_req: TokenizedGenerateReqInput) -> None:
+    def handle_generate_request(self, recv_req: TokenizedGenerateReqInput, **options: Any) -> None:
         self._incoming, self._prompt, self._sealed = recv_req, None, None
-        super().handle_generate_request(recv_req)
+        super().handle_generate_request(recv_req, **options)
 
     def init_req_max_new_tokens(self, req: Req) -> None:
         # The one step that every path of SGLang's handler takes with the new request.
@@ -250,7 +255,7 @@ class AdaptiveScheduler(adapter.mended_scheduler.MendedScheduler):
         with assigned(self, max_total_num_tokens=self.base_capacity):
             super().init_req_max_new_tokens(req)
         register(req)
-        degrees.begin(req, self.tp_size)
+        degrees.begin(req, get_parallel().tp_size)
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
         if self._captured is not None:
@@ -275,51 +280,38 @@ class AdaptiveScheduler(adapter.mended_scheduler.MendedScheduler):
 
     def open_session(self, recv_req: OpenSessionReqInput) -> OpenSessionReqOutput | None:
         logger.warning("--adaptive-tp does not support sessions; refusing to open one")
-        return OpenSessionReqOutput(recv_req.session_id, False)
+        return OpenSessionReqOutput(session_id=recv_req.session_id, success=False)
 
-    def get_new_batch_prefill(self) -> ScheduleBatch | None:
+    def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> NextBatchPlan:
         with host.keep_piece_logprobs(self.waiting_queue):
-            return super().get_new_batch_prefill()
+            return super().get_new_batch_prefill(running_batch)
 
     # -- load reports and the step trace ----------------------------------------------------------------
 
-    def get_next_batch_to_run(self) -> ScheduleBatch | None:
-        batch = super().get_next_batch_to_run()
+    def get_next_batch_to_run(self, *args: Any, **named: Any) -> NextBatchPlan:
+        plan = super().get_next_batch_to_run(*args, **named)
+        batch = plan.batch_to_run
         if batch is None:
             self.trace.mark_idle()
         if self.is_leader:
-            self.load.report_if_due(batch)
+            with assigned(self, running_batch=plan.running_batch):  # the loop has not been told yet
+                self.load.report_if_due(batch)
             if batch is not None and batch.forward_mode.is_decode():
                 self.layouts.log_missing_graph(len(batch.reqs))
-        return batch
+        return plan
 
-    def stream_output(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
+    def record_outputs(self, reqs: list[Req]) -> None:
+        """Record what goes out next, before it does: SGLang marks requests as answered then."""
         if self.is_leader:
             self.load.record_finished_requests(reqs)
-        super().stream_output(reqs, return_logprob, skip_req)
 
-    def stream_part(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
+    def name_outputs(self, reqs: list[Req]) -> None:
+        """Tell our sender which requests the next output is of."""
         self.output.reqs = reqs
-        super().stream_part(reqs, return_logprob, skip_req)
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         super().process_batch_result(batch, result)
         self.trace.end(self)
-
-    def release_memory_occupation(self, recv_req: Any) -> Any:
-        output = super().release_memory_occupation(recv_req)
-        self._log_kept_memory()
-        return output
-
-    def _log_kept_memory(self) -> None:
-        if self.rank == 0 and self.layouts.device == "cuda":
-            free, total = torch.cuda.mem_get_info()
-            plan = self.server_args.spec.memory
-            logger.info(
-                "memory released: by the plan a rank keeps %s for context, communicators and graphs of all layouts; "
-                "GPU %d has %s of %s in use now, by whomever",
-                format_size(plan.kept), self.gpu_id, format_size(total - free), format_size(total),
-            )  # fmt: skip
 
     def flush_cache(self, empty_cache: bool = True) -> bool:
         success = super().flush_cache(empty_cache)
@@ -336,59 +328,15 @@ class AdaptiveScheduler(adapter.mended_scheduler.MendedScheduler):
         tokens.check(self, batch, result)
         return result
 
-    # -- SGLang's profiler ---------------------------------------------------------------------------
-
-    def profile(self, recv_req: ProfileReq) -> ProfileReqOutput | None:
-        if recv_req.merge_profiles:
-            # Nobody waits until the last rank has written its file.
-            advice = "merge_profiles: not with --adaptive-tp; leave it out, each rank writes a trace of its own"
-            return ProfileReqOutput(success=False, message=advice)
-        return super().profile(recv_req)
-
-    def stop_profile(self, stage: ForwardMode | None = None) -> ProfileReqOutput | None:
-        """Stop without SGLang's barrier: ranks of a group may have come together in the middle of a profile.
-
-        The trace is named by this rank's number in the engine.
-        """
-        alone = self.layouts.groups.get_single_group().cpu_group
-        with assigned(self, tp_rank=self.rank, dp_tp_cpu_group=alone):
-            return super().stop_profile(stage)
-
     # -- weights: every rank, addressed by its place in the engine -------------------------------------
 
-    @contextmanager
-    def _use_physical_rank(self):
-        """Let SGLang address this rank by its number in the engine (per-rank tensors, update groups)."""
-        with assigned(self.tp_worker, tp_rank=self.rank), assigned(self.layouts.runner, tp_rank=self.rank):
-            yield
-
-    def _count_update(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
+    def count_update(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
+        """Run SGLang's ``update`` of the weights, and count it."""
         try:
             return update(recv_req)
         finally:
             # After a failure as well: some of the weights may have changed, and no rank may count differently.
             self.layouts.weight_version += 1
-
-    def update_weights_from_disk(self, recv_req: UpdateWeightFromDiskReqInput) -> Any:
-        if recv_req.recapture_cuda_graph:
-            # Nor is it needed: weights stay where the graphs of all layouts read them.
-            return UpdateWeightFromDiskReqOutput(False, RECAPTURE_REFUSED)
-        return self._count_update(super().update_weights_from_disk, recv_req)
-
-    def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> Any:
-        with self._use_physical_rank():
-            return self._count_update(super().update_weights_from_tensor, recv_req)
-
-    def update_weights_from_distributed(self, recv_req: UpdateWeightsFromDistributedReqInput) -> Any:
-        return self._count_update(super().update_weights_from_distributed, recv_req)
-
-    def update_weights_from_ipc(self, recv_req: UpdateWeightsFromIPCReqInput) -> Any:
-        with self._use_physical_rank():
-            return self._count_update(super().update_weights_from_ipc, recv_req)
-
-    def init_weights_update_group(self, recv_req: InitWeightsUpdateGroupReqInput) -> Any:
-        with self._use_physical_rank():
-            return super().init_weights_update_group(recv_req)
 
     def get_init_info(self) -> dict[str, Any]:
         return super().get_init_info() | {"pat_max_running": self.max_running_requests}

@@ -1,0 +1,24 @@
+"""The process of a rank, which publishes its configuration before it builds anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.managers.scheduler import configure_scheduler_process
+from sglang.srt.runtime_context import SpawnRanks, publish
+
+from sglang_pat.host.v0_5_23 import tree
+
+
+def configure(args: Any, rank: int, gpu_id: int, tp_rank: int) -> None:
+    """Prepare this process to be a rank of ``args``, those of one replica of the base layout."""
+    tree.register()
+    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=tp_rank, gpu_id=gpu_id))
+    configure_scheduler_process(args, gpu_id)
+
+
+def make_scheduler(rank: int, channel_address: str, args: Any, port_args: Any, gpu_id: int, tp_rank: int) -> Any:
+    """Build the scheduler of the rank."""
+    from sglang_pat.host.v0_5_23.scheduler import AdaptiveScheduler
+
+    return AdaptiveScheduler(rank, channel_address, server_args=args, port_args=port_args)

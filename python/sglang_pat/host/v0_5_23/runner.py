@@ -1,0 +1,90 @@
+"""SGLang's model runner and TP worker: pools, backends and graphs are made after them, and the groups before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.runtime_context import get_exec, get_schedule
+
+from sglang_pat.host import runner
+from sglang_pat.host.assign import assign
+from sglang_pat.host.fixes.grammars import MendedModelRunner
+from sglang_pat.host.v0_5_23.weight_updates import WholeUpdatesTpModelWorker
+from sglang_pat.rank.groups import GroupPool
+
+GRAPHS = "decode_cuda_graph_runner"
+"""Attribute of the model runner with the decode graphs."""
+
+RESOURCE_MAKERS = (
+    (dist, "new_group"),
+    (MHATokenToKVPool, "__init__"),
+    (ModelRunner, "init_decode_cuda_graph"),
+    (ModelRunner, "init_attention_backends"),
+)
+"""Functions that make process groups, pools and graphs, and so a second copy of their memory."""
+
+
+class AdaptiveModelRunner(runner.RankParts, MendedModelRunner):
+    """A ``ModelRunner`` whose groups come from a pool over all N ranks.
+
+    Life cycle: constructed in the base layout; ``sglang_pat.rank.layouts`` then points its
+    model, sampler, attention backend, graphs and KV pool at those of the layout in force.
+    """
+
+    def __init__(self, *, server_args: Any, rank: int, groups: GroupPool, **kwargs) -> None:
+        self.adaptive = server_args.spec.config
+        self.rank = rank
+        self.groups = groups
+        super().__init__(server_args=server_args, **kwargs)
+
+
+class AdaptiveTpModelWorker(WholeUpdatesTpModelWorker):
+    """A ``TpModelWorker`` around an :class:`AdaptiveModelRunner`."""
+
+    def __init__(self, *, rank: int, groups: GroupPool, **kwargs) -> None:
+        self.rank = rank
+        self.groups = groups
+        super().__init__(**kwargs)
+        groups.use_shared_memory_for_control()
+        self.expect(runner.build_model(self.model_runner))
+
+    def _init_model_runner(self) -> None:
+        self._model_runner = AdaptiveModelRunner(
+            rank=self.rank,
+            groups=self.groups,
+            model_config=self.model_config,
+            mem_fraction_static=get_schedule().mem_fraction_static,
+            gpu_id=self.gpu_id,
+            nccl_port=self.nccl_port,
+            server_args=self.server_args,
+            load_group=self.load_group,
+        )
+
+
+def init_backend(model_runner: Any) -> None:
+    """Make the attention backend for the runner's model and pool."""
+    model_runner.init_attention_backends()
+
+
+def capture(model_runner: Any, sizes: Sequence[int]) -> None:
+    """Capture decode graphs of batches of these ``sizes``."""
+    decode = get_exec().graph.cuda_graph_config.decode
+    saved = decode.bs
+    assign(decode, bs=list(sizes))
+    try:
+        model_runner.init_decode_cuda_graph()
+    finally:
+        assign(decode, bs=saved)
+
+
+def set_allocator(model_runner: Any, allocator: Any) -> None:
+    """Do nothing: the runner's allocator becomes another's where the scheduler's does (``kv.set_allocator``)."""
+
+
+def set_pool(worker: Any, model_runner: Any, allocator: Any) -> None:
+    """Have worker and runner take slots from ``allocator``, which theirs becomes where the scheduler's does."""
+    assign(model_runner, max_total_num_tokens=allocator.size)
