@@ -41,6 +41,7 @@ NOT_FLUSHED = (
     "all of the weights are new, but the cache was not flushed: requests still have KV in it, of the old weights; "
     "flush it once they have ended, or pause with mode retract before the update"
 )
+RECAPTURE_REFUSED = "recapture_cuda_graph: not with --adaptive-tp, whose layouts keep their graphs; leave it out"
 BROKEN_OFF = "weight update broken off, some of the weights are new: send all of them again"
 
 

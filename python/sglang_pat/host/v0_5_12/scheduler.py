@@ -45,6 +45,7 @@ from sglang_pat.host import requests as host
 from sglang_pat.host.arguments import AdaptiveServerArgs
 from sglang_pat.host.assign import assign, assigned
 from sglang_pat.host.controls import SINGLES
+from sglang_pat.host.fixes.weight_updates import RECAPTURE_REFUSED
 from sglang_pat.host.outputs import ControlSender, RpcRelay
 from sglang_pat.host.v0_5_12.mended_scheduler import MendedScheduler
 from sglang_pat.host.v0_5_12.runner import AdaptiveTpModelWorker
@@ -65,8 +66,6 @@ logger = logging.getLogger(__name__)
 
 HELD_POLL_MILLISECONDS = 20
 """Longest sleep of a leader that holds; a request wakes it."""
-
-RECAPTURE_REFUSED = "recapture_cuda_graph: not with --adaptive-tp, whose layouts keep their graphs; leave it out"
 
 
 class AdaptiveScheduler(MendedScheduler):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.managers.io_struct import (
     AbortReq,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightFromDiskReqOutput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
@@ -20,6 +23,7 @@ from sglang_pat.host import loop
 from sglang_pat.host.assign import assign
 from sglang_pat.host.fixes.outputs import drop_scores_without_tokens
 from sglang_pat.host.fixes.scheduler import PartlyMendedScheduler, refuse_unless_idle
+from sglang_pat.host.fixes.weight_updates import RECAPTURE_REFUSED
 from sglang_pat.host.v0_5_23.grammars import RebuildingGrammarManager
 
 
@@ -36,9 +40,16 @@ def remake(component: Any, kind: type | None = None, **values: Any) -> Any:
 
 
 class MendedOutputStreamer(SchedulerOutputStreamer):
-    """SGLang's component that sends tokens to the detokenizer, mended."""
+    """SGLang's component that sends tokens to the detokenizer, mended.
+
+    Attributes:
+        scheduler: told of what goes out.
+    """
+
+    scheduler: MendedScheduler
 
     def stream_output(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
+        self.scheduler.record_outputs(reqs)
         drop_scores_without_tokens(reqs)
         super().stream_output(reqs, return_logprob, skip_req)
 
@@ -50,24 +61,30 @@ class MendedWeightUpdater(SchedulerWeightUpdaterManager):
     session is SGLang's to refuse, which all ranks do alike.
     """
 
+    def update_weights_from_disk(self, recv_req: UpdateWeightFromDiskReqInput) -> Any:
+        if recv_req.recapture_cuda_graph:
+            # Nor is it needed: weights stay where the graphs of all layouts read them.
+            return UpdateWeightFromDiskReqOutput(success=False, message=RECAPTURE_REFUSED)
+        return self.scheduler.count_update(super().update_weights_from_disk, recv_req)
+
     def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> Any:
         """Update as SGLang does, on all ranks together."""
         if self._session is not None and (problem := self.tp_worker.open(recv_req)) is not None:
             return UpdateWeightsFromTensorReqOutput(success=False, message=problem)
-        return super().update_weights_from_tensor(recv_req)
+        return self.scheduler.count_update(super().update_weights_from_tensor, recv_req)
 
     def update_weights_from_distributed(self, recv_req: UpdateWeightsFromDistributedReqInput) -> Any:
         """Update as SGLang does; what does not fit is received all the same, since its sender waits for us."""
         with self.tp_worker.use_receiver() as received:
             received.check_lengths(recv_req.names, recv_req.shapes)
-            answer = super().update_weights_from_distributed(recv_req)
+            answer = self.scheduler.count_update(super().update_weights_from_distributed, recv_req)
         assign(answer, message=received.describe(answer.success, answer.message))
         return answer
 
     def update_weights_from_ipc(self, recv_req: UpdateWeightsFromIPCReqInput) -> Any:
         """Update as SGLang does; nothing is loaded from the first bucket on that does not fit."""
         with self.tp_worker.use_receiver() as received:
-            answer = super().update_weights_from_ipc(recv_req)
+            answer = self.scheduler.count_update(super().update_weights_from_ipc, recv_req)
         if not answer.success and received.problem:
             assign(answer, message=received.problem)
         return answer
@@ -85,12 +102,21 @@ class MendedScheduler(PartlyMendedScheduler):
     def get_output_streamer_class(self) -> type[SchedulerOutputStreamer]:
         return MendedOutputStreamer
 
+    def init_output_streamer(self) -> None:
+        super().init_output_streamer()
+        assert isinstance(self.output_streamer, MendedOutputStreamer), "this is the class given"
+        self.output_streamer.scheduler = self
+
+    def record_outputs(self, reqs: list[Req]) -> None:
+        """Called with requests before tokens of theirs go out."""
+
     def init_weight_updater(self) -> None:
         super().init_weight_updater()
-        assign(self, weight_updater=remake(self.weight_updater, self.get_weight_updater_class()))
+        self.weight_updater = remake(self.weight_updater, MendedWeightUpdater)
 
-    def get_weight_updater_class(self) -> type[MendedWeightUpdater]:
-        return MendedWeightUpdater
+    def count_update(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
+        """Called with SGLang's ``update`` of the weights, which it runs."""
+        return update(recv_req)
 
     def init_grammar_manager(self) -> None:
         self.grammar_manager = RebuildingGrammarManager(self)

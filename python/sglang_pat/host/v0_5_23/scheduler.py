@@ -38,6 +38,7 @@ from sglang_pat.host import requests as host
 from sglang_pat.host.assign import assign, assigned
 from sglang_pat.host.controls import SINGLES
 from sglang_pat.host.outputs import ControlSender, RpcRelay
+from sglang_pat.host.v0_5_23 import profiler
 from sglang_pat.host.v0_5_23.mended_scheduler import MendedScheduler
 from sglang_pat.host.v0_5_23.runner import AdaptiveTpModelWorker
 from sglang_pat.layout import ParallelLayout
@@ -147,8 +148,7 @@ class AdaptiveScheduler(MendedScheduler):
 
     def init_profiler(self) -> None:
         super().init_profiler()
-        # Ranks of a group may have come together in the middle of a profile: each stops without SGLang's barrier.
-        assign(self.profiler_manager, dp_tp_cpu_group=self.groups.get_single_group().cpu_group)
+        assign(self, profiler_manager=profiler.make(self.profiler_manager, self.groups, self.rank))
 
     def init_request_dispatcher(self) -> None:
         super().init_request_dispatcher()
@@ -301,12 +301,9 @@ class AdaptiveScheduler(MendedScheduler):
         return plan
 
     def record_outputs(self, reqs: list[Req]) -> None:
-        """Record what goes out next, before it does: SGLang marks requests as answered then."""
+        # Before SGLang marks them as answered.
         if self.is_leader:
             self.load.record_finished_requests(reqs)
-
-    def name_outputs(self, reqs: list[Req]) -> None:
-        """Tell our sender which requests the next output is of."""
         self.output.reqs = reqs
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
