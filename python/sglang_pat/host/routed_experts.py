@@ -22,6 +22,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer
 
 from sglang_pat.cpu.windows import Windows
+from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign
 from sglang_pat.rank.routed_rows import Table
 from sglang_pat.switch.plan import GroupPlan, LiveRequest, list_slots_once, match_slots
@@ -46,7 +47,8 @@ class RoutedExperts(RoutedExpertsCapturer):
 
     def __init__(self, model_config: Any, *, slots: int, step: int, device: str, group: dist.ProcessGroup) -> None:
         # Of SGLang's own table nothing: it would be pinned, for one layout, and of int32.
-        super().__init__(model_config, 0, step, num_fused_shared_experts=0, device=device)
+        with adapter.routed_experts.skip_table():
+            super().__init__(model_config, 0, step, num_fused_shared_experts=0, device=device)
         self._dtype = torch.uint8 if model_config.hf_text_config.num_experts <= 256 else torch.int16
         self._shape = slots, self.num_layers, self.topk_size
         self._places = -(-int(np.prod(self._shape)) * self._dtype.itemsize // 8)
@@ -73,6 +75,9 @@ class RoutedExperts(RoutedExpertsCapturer):
 
     def get_topk(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return super().get_topk(*args, **kwargs).int()  # as its clients read it
+
+    def destroy(self) -> None:
+        """Do nothing where SGLang 0.5.23 lets go of its own table, which is pinned."""
 
     # -- a switch --------------------------------------------------------------------------------------------
 

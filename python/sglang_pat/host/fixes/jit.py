@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from sglang_pat.host import adapter
+
 
 def find_jit_problem() -> str | None:
     """Compile one of these kernels; returns what is wrong, in one line, or None.
@@ -16,9 +18,7 @@ def find_jit_problem() -> str | None:
     Needs CUDA.  Takes some ten seconds where it was not compiled before.
     """
     try:
-        from sglang.jit_kernel.activation import silu_and_mul
-
-        silu_and_mul(torch.zeros(1, 64, dtype=torch.bfloat16, device="cuda"))
+        adapter.jit.silu_and_mul(torch.zeros(1, 64, dtype=torch.bfloat16, device="cuda"))
         torch.cuda.synchronize()
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
