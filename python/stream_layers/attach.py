@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from sglang_pat.errors import format_one_line
+from sglang_pat.host import adapter
 from sglang_pat.memory.plan import GIB
 from sglang_pat.memory.shapes import ModelShape, read_config
 from stream_layers import STREAM_VARIABLE
@@ -24,7 +24,6 @@ from stream_layers.refusals import refuse_arguments
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.offloader import BaseOffloader
 
     from stream_layers.follow import Follower
@@ -45,7 +44,6 @@ def attach() -> None:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor import model_runner
     from sglang.srt.model_loader import loader
-    from sglang.srt.server_args import ServerArgs
 
     from sglang_pat.launch.contract import check_sglang
 
@@ -54,62 +52,43 @@ def attach() -> None:
     if _attached:
         return
     _attached = True
-    check = ServerArgs.check_server_args
-
-    def check_and_adapt(args: ServerArgs) -> None:
-        refuse_arguments(args)
-        # SGLang's graphs for prefill are compiled pieces of the model, without the hooks that order the copies.
-        args.disable_piecewise_cuda_graph = True
-        args.sleep_on_idle = True  # the actor needs the CPU; and an idle judge looks at its memory once a second
-        try:
-            check(args)
-        except (AssertionError, ValueError) as error:
-            raise CannotStream(format_one_line(error)) from error
-
-    ServerArgs.check_server_args = functools.wraps(check)(check_and_adapt)
-    model_runner.create_offloader_from_server_args = make_offloader
+    adapter.streaming.hook_arguments(_refuse, CannotStream)
+    setattr(model_runner, adapter.streaming.OFFLOADER, lambda *_, **__: make_offloader(adapter.streaming.read_engine()))
     loader._initialize_model = _with_layers_found(loader._initialize_model)
     Scheduler.get_next_batch_to_run = _with_memory_followed(Scheduler.get_next_batch_to_run)
     Scheduler.get_internal_state = _with_resident_layers(Scheduler.get_internal_state)
-    runner = model_runner.ModelRunner
-    for name in TOUCH_WEIGHTS:
-        setattr(runner, name, _with_weights_in_host_memory(getattr(runner, name)))
+    for owner, names in adapter.streaming.TOUCH_WEIGHTS:
+        for name in names:
+            setattr(owner, name, _with_weights_in_host_memory(getattr(owner, name)))
 
 
-TOUCH_WEIGHTS = (
-    "update_weights_from_disk",
-    "update_weights_from_distributed",
-    "update_weights_from_tensor",
-    "update_weights_from_ipc",
-    "get_weights_by_name",
-    "check_weights",
-    "save_remote_model",
-    "save_sharded_model",
-    "send_weights_to_remote_instance",
-)
-"""Methods of SGLang's ``ModelRunner`` that read or write parameters outside a step."""
+def _refuse(args: Any) -> None:
+    refuse_arguments(args, adapter.streaming.REFUSED_GRAPHS)
 
 
-def make_offloader(args: ServerArgs, dp_rank: int | None) -> BaseOffloader:
-    """Make the offloader of a rank before its model is built; replaces SGLang's ``create_offloader_from_server_args``.
+def make_offloader(engine: Any) -> BaseOffloader:
+    """Make the offloader of a rank before its model is built, in place of SGLang's own.
 
     Where memory does not suffice the engine ends, with one line.
+
+    Args:
+        engine: SGLang's arguments, and ``model_config``.
     """
     from stream_layers.layers import StreamedLayers
 
-    layers = args.get_model_config().num_hidden_layers
+    layers = engine.model_config.num_hidden_layers
     count = parse_count(os.environ[STREAM_VARIABLE], STREAM_VARIABLE)
     if count is None:
         try:
-            count = measure(args).choose_count()
+            count = measure(engine).choose_count()
         except ValueError as error:
             logger.error("%s", error)
             os.kill(os.getppid(), signal.SIGQUIT)  # as SGLang's schedulers do, whose error is a traceback
             sys.exit(1)
-    return StreamedLayers(order_layers(count, layers), count, args.device)
+    return StreamedLayers(order_layers(count, layers), count, engine.device)
 
 
-def measure(args: ServerArgs) -> JudgeMemory:
+def measure(engine: Any) -> JudgeMemory:
     """Memory that a rank of this engine has and needs, before its model is built.
 
     Raises:
@@ -119,14 +98,14 @@ def measure(args: ServerArgs) -> JudgeMemory:
     from sglang.srt.distributed import get_world_group
     from sglang.srt.utils import get_available_gpu_memory
 
-    model, world = args.get_model_config(), get_world_group()
-    gpu = torch.get_device_module(args.device).current_device()
+    model, world = engine.model_config, get_world_group()
+    gpu = torch.get_device_module(engine.device).current_device()
     # As SGLang counts what is free; the rank that has least, so that all choose alike.
-    free = get_available_gpu_memory(args.device, gpu, world.world_size > 1, cpu_group=world.cpu_group)
-    shape = ModelShape.from_config(read_config(args.model_path), str(model.dtype).removeprefix("torch."))
-    tokens = args.max_total_tokens or model.context_len * (args.max_running_requests or 1)
-    budget = int(free * GIB * float(args.mem_fraction_static or 0))
-    return JudgeMemory(shape=shape, tp=args.tp_size, budget=budget, tokens=tokens)
+    free = get_available_gpu_memory(engine.device, gpu, world.world_size > 1, cpu_group=world.cpu_group)
+    shape = ModelShape.from_config(read_config(engine.model_path), str(model.dtype).removeprefix("torch."))
+    tokens = engine.max_total_tokens or model.context_len * (engine.max_running_requests or 1)
+    budget = int(free * GIB * float(engine.mem_fraction_static or 0))
+    return JudgeMemory(shape=shape, tp=engine.tp_size, budget=budget, tokens=tokens)
 
 
 def _with_layers_found(initialize: Callable) -> Callable:
@@ -152,13 +131,13 @@ def _with_weights_in_host_memory(method: Callable) -> Callable:
 
 def _with_memory_followed(choose: Callable) -> Callable:
     @functools.wraps(choose)
-    def call(scheduler: Scheduler) -> Any:
-        batch = choose(scheduler)
+    def call(scheduler: Scheduler, *given: Any, **named: Any) -> Any:
+        found = choose(scheduler, *given, **named)
         if not hasattr(scheduler, "pat_follower"):
             scheduler.pat_follower = make_follower(scheduler)
         if scheduler.pat_follower is not None:
-            scheduler.pat_follower.turn(batch is not None)
-        return batch
+            scheduler.pat_follower.turn(adapter.streaming.get_batch(found) is not None)
+        return found
 
     return call
 
@@ -167,11 +146,12 @@ def make_follower(scheduler: Scheduler) -> Follower | None:
     """None where the number of layers is given, or where another owns the memory of weights or the turns of ranks."""
     from stream_layers.follow import Follower
 
-    streamed, args = _get_streamed_layers(), scheduler.server_args
+    streamed, engine = _get_streamed_layers(), adapter.streaming.read_engine()
     given = parse_count(os.environ[STREAM_VARIABLE], STREAM_VARIABLE) is not None
-    if streamed is None or given or not streamed.can_change or args.enable_memory_saver or args.enable_dp_attention:
+    if streamed is None or given or not streamed.can_change or engine.enable_memory_saver or engine.enable_dp_attention:
         return None
-    return Follower(scheduler.tp_worker.model_runner, streamed, scheduler.tp_cpu_group)
+    group = scheduler.tp_cpu_group if scheduler.tp_size > 1 else None
+    return Follower(scheduler.tp_worker.model_runner, streamed, group)
 
 
 def _with_resident_layers(tell: Callable) -> Callable:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sglang_pat.host import adapter
 from sglang_pat.memory.plan import GIB, read_available_memory
 from stream_layers.layers import StreamedLayers
 from stream_layers.residency import STEPS, Residency
@@ -28,7 +29,7 @@ class Follower:
     Args:
         runner: SGLang's ``ModelRunner``.
         streamed: the layers of its model.
-        group: group of the judge's ranks, on CPUs.
+        group: group of the judge's ranks, on CPUs; None if it has one.
     """
 
     def __init__(self, runner: Any, streamed: StreamedLayers, group: Any) -> None:
@@ -78,13 +79,13 @@ class Follower:
     def _agree(self, count: int) -> int:
         """Largest number of layers that a rank of the judge has to stream."""
         most = torch.tensor(count)
-        if self._runner.tp_size > 1:
+        if self._group is not None:
             torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=self._group)
         return int(most)
 
     def _capture(self) -> None:
         """Capture the graphs of decode steps anew, so that they read the parameters where they are now."""
-        if (graphs := self._runner.graph_runner) is None:
+        if (graphs := getattr(self._runner, adapter.streaming.GRAPHS)) is None:
             return
         # A capture runs a step, which writes KV: not where that of the last step lies, but in the slot for padding.
         given = graphs.buffers

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from sglang_pat.launch.refusals import EXPERTS
 from sglang_pat.memory.shapes import read_config
 from stream_layers import STREAM_VARIABLE
 from stream_layers.plan import AUTO, FEWEST, FLAG, CannotStream, parse_count
 
-if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
+Refusal = tuple[str, tuple[Any, ...], str]
+"""An argument of SGLang, its values that are allowed, and what to do otherwise."""
 
 _EMPTY = (None, False, 0, "", [], {})
-REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+REFUSED: tuple[Refusal, ...] = (
     ("quantization", (None, "unquant"), "give an unquantised model"),
     ("pp_size", (1,), "use tensor parallelism instead"),
     ("device", ("cuda", "cpu"), "use a GPU of NVIDIA's or AMD's"),
@@ -29,11 +29,9 @@ REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("lora_paths", _EMPTY, "leave it out: adapters change layers"),
     ("torchao_config", _EMPTY, "give an unquantised model"),
     ("enable_torch_compile", _EMPTY, "leave it out: it compiles a model without the waits for its layers"),
-    ("enforce_piecewise_cuda_graph", _EMPTY, "leave it out: these graphs know nothing of the waits for layers"),
-    ("enable_breakable_cuda_graph", _EMPTY, "leave it out: these graphs know nothing of the waits for layers"),
     ("enable_two_batch_overlap", _EMPTY, "leave it out: it runs two layers at once"),
 )
-"""Arguments of SGLang with the values that are allowed, and what to do otherwise."""
+"""What every version of SGLang has."""
 
 
 def take_flag(argv: Sequence[str]) -> list[str]:
@@ -91,9 +89,13 @@ def _find_reason_against(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def refuse_arguments(args: ServerArgs) -> None:
-    """Raise :class:`CannotStream` for arguments of an engine that cannot stream layers."""
-    for field, allowed, advice in REFUSED:
+def refuse_arguments(args: Any, graphs: Iterable[Refusal] = ()) -> None:
+    """Raise :class:`CannotStream` for SGLang's arguments of an engine that cannot stream layers.
+
+    Args:
+        graphs: what is refused of CUDA graphs.
+    """
+    for field, allowed, advice in (*REFUSED, *graphs):
         value = getattr(args, field)
         if value not in allowed:
             given = "--" + field.replace("_", "-") + ("" if value is True else f" {value}")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sglang.srt.layers.attention.triton_ops import decode_attention, extend_attention
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe, fused_moe_triton_kernels
+from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
 from sglang_pat.host.fixes.float32 import force_float32
 
@@ -64,7 +64,6 @@ def test_experts_are_not_rounded(monkeypatch, mended):
     hidden = (gate_up[chosen] @ x[:, None, :, None])[..., 0]
     inner = torch.nn.functional.silu(hidden[..., :24]) * hidden[..., 24:]
     wanted = ((down[chosen] @ inner[..., None])[..., 0] * weights[..., None]).sum(1)
-    monkeypatch.setattr(fused_moe_triton_kernels, "invoke_fused_moe_kernel", multiply_by_experts)
     monkeypatch.setattr(fused_moe, "invoke_fused_moe_kernel", multiply_by_experts)
     monkeypatch.setattr(fused_moe, "moe_sum_reduce_triton", lambda each, out, _: out.copy_(each.sum(1)))
     args = SimpleNamespace(enable_fused_moe_sum_all_reduce=False)

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from sglang_pat.host import adapter
 from stream_layers.plan import order_layers
 from stream_layers.residency import STEPS
 
@@ -31,7 +32,7 @@ class World:
         self.streamed.wrap_modules(torch.nn.Linear(64, 64, bias=False) for _ in range(LAYERS))
         self.streamed.post_init()
         self.graphs = Mock(seq_len_fill_value=1)
-        self.runner = SimpleNamespace(tp_size=1, device="cpu", graph_runner=self.graphs)
+        self.runner = SimpleNamespace(device="cpu", **{adapter.streaming.GRAPHS: self.graphs})
         self.follower = follow.Follower(self.runner, self.streamed, None)
         self.every = follow.EVERY
 
@@ -102,7 +103,7 @@ def test_a_capture_writes_no_kv_but_in_the_slot_for_padding(world):
 def test_ranks_stream_as_many_as_the_one_that_has_to_stream_most(world, monkeypatch):
     """Another one wants five; then it has no room, and stays with six."""
     judge = world(3)
-    judge.runner.tp_size = 2
+    judge.follower._group = "both ranks"
     others = iter([5, 6])
     monkeypatch.setattr(
         torch.distributed, "all_reduce", lambda count, op, group: count.fill_(max(int(count), next(others)))
@@ -126,5 +127,6 @@ def test_who_follows_its_memory(world, monkeypatch, setting, given, follows):
     monkeypatch.setattr(offloader, "_instance", judge.streamed)
     args = SimpleNamespace(**{"enable_memory_saver": False, "enable_dp_attention": False} | given)
     worker = SimpleNamespace(model_runner=judge.runner)
-    scheduler = SimpleNamespace(server_args=args, tp_worker=worker, tp_cpu_group=None)
+    monkeypatch.setattr(adapter.streaming, "read_engine", lambda: args)
+    scheduler = SimpleNamespace(tp_size=1, tp_worker=worker)
     assert (attach.make_follower(scheduler) is not None) == follows

@@ -21,7 +21,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_pat.host import batches, kv
+from sglang_pat.host import adapter, batches, kv
 from sglang_pat.host.fixes import penalties
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.rank import degrees
@@ -65,8 +65,9 @@ def request(number: int, sampling: dict) -> Req:
 
 
 def count_launches(count: int, sampling: dict, monkeypatch) -> Counter[str]:
-    for module in (install, batches, kv, penalties):
-        monkeypatch.setattr(module, "upload", upload)
+    for module in (install, batches, kv, penalties, adapter.penalties):
+        if hasattr(module, "upload"):
+            monkeypatch.setattr(module, "upload", upload)
     args = SimpleNamespace(
         speculative_algorithm=None, enable_deterministic_inference=False, enable_custom_logit_processor=False,
         sampling_backend="flashinfer",

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from sglang.srt.managers import schedule_batch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
+from sglang_pat.host import adapter
 from sglang_pat.host.fixes import outputs
 from sglang_pat.switch import requests
 
@@ -114,16 +116,25 @@ def test_who_waits_keeps_its_routed_experts(monkeypatch):
     rows = torch.arange(40, dtype=torch.uint8).view(20, 1, 2)
     capturer = SimpleNamespace(host_cache=SimpleNamespace(buffer=rows))
     monkeypatch.setattr(outputs, "get_global_experts_capturer", lambda: capturer)
-    monkeypatch.setattr(ScheduleBatch, "release_req", lambda batch, *_: rows.view(-1)[8:].zero_())  # slots are others'
-    outputs.keep_routed_experts()
+    owner = ScheduleBatch if adapter.FOLDER == "v0_5_12" else schedule_batch
+
+    def release_req(*_, **__):
+        rows.view(-1)[8:].zero_()  # slots are others'
+
+    monkeypatch.setattr(owner, "release_req", release_req)
+    adapter.outputs.keep_routed_experts()
     reqs = [
         SimpleNamespace(
-            return_routed_experts=True, routed_experts_start_len=1, seqlen=4, req_pool_idx=0, routed_experts=None
+            return_routed_experts=True, routed_experts_start_len=1, seqlen=4, req_pool_idx=0, routed_experts=None,
+            kv=SimpleNamespace(req_pool_idx=0),
         )
         for _ in range(3)
-    ]
+    ]  # fmt: skip
     pool = SimpleNamespace(req_to_token=torch.tensor([[5, 6, 7, 0]]))
-    ScheduleBatch.release_req(SimpleNamespace(reqs=reqs[:1], req_to_token_pool=pool), 0, 0, None)
+    if owner is ScheduleBatch:
+        owner.release_req(SimpleNamespace(reqs=reqs[:1], req_to_token_pool=pool), 0, 0, None)
+    else:
+        owner.release_req(req=reqs[0], req_to_token_pool=pool, remaing_req_count=0)
     for req, slots in zip(reqs, ([], [3, 1, 2], [3, 1]), strict=True):
         outputs.collect_experts(req, torch.tensor(slots, dtype=torch.int64))
     assert reqs[0].routed_experts.tolist() == [[[12, 13]], [[14, 15]]]

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from sglang_pat.host import adapter
 from sglang_pat.memory.plan import GIB
 from sglang_pat.memory.shapes import ModelShape, read_config
 from sglang_pat.testing import models
@@ -197,6 +198,22 @@ def test_new_weights_are_written_to_host_memory(streams):
     assert all(torch.equal(a, b) for a, b in zip(run(layers), run(other), strict=True))
 
 
+def read_engine(args, monkeypatch):
+    """As a rank reads the arguments of its engine."""
+    from sglang.srt import server_args
+
+    if adapter.FOLDER == "v0_5_12":
+        monkeypatch.setattr(server_args, "_global_server_args", args)
+    else:
+        from sglang.srt.arg_groups.overrides import model_config_of
+
+        args.resolve_once()
+        monkeypatch.setattr(adapter.streaming, "get_server_args", lambda: args)
+        monkeypatch.setattr(adapter.streaming, "process_model_config", lambda: model_config_of(args))
+        monkeypatch.setattr(adapter.streaming, "get_parallel", lambda: SimpleNamespace(attn_dp_enabled=False))
+    return adapter.streaming.read_engine()
+
+
 def count_streamed(model, monkeypatch, setting: str, free: float, **given) -> int:
     """Layers that a rank streams with ``free`` GiB before its model is there."""
     import sglang.srt.distributed
@@ -211,7 +228,7 @@ def count_streamed(model, monkeypatch, setting: str, free: float, **given) -> in
     monkeypatch.setattr(sglang.srt.distributed, "get_world_group", lambda: world)
     on_cpu = dict(device="cpu", attention_backend="torch_native", dtype="float32", mem_fraction_static=0.5)
     args = ServerArgs(model_path=str(model), **on_cpu | given)
-    return make_offloader(args, None).start
+    return make_offloader(read_engine(args, monkeypatch)).start
 
 
 def test_auto_follows_memory_and_the_longest_sequence(tmp_path, monkeypatch):

@@ -107,6 +107,8 @@ def test_arguments(arguments):
         assert str(caught.value) == f"--stream-layers does not support --{flag} other: {advice}"
     with pytest.raises(CannotStream, match="does not support --enable-lora: leave it out"):
         refuse_arguments(arguments(enable_lora=True))
+    with pytest.raises(CannotStream, match="does not support --debug-graphs: no"):
+        refuse_arguments(arguments(debug_graphs=True), [("debug_graphs", (False,), "no")])
 
 
 def test_the_variable_alone_is_checked_with_the_model(arguments, monkeypatch):

@@ -8,6 +8,8 @@ Upstream: ``docs/upstream/float32.md``
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +20,6 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign
-
-_invoke_kernel = fused_moe.invoke_fused_moe_kernel
 
 
 def force_float32(args: ServerArgs) -> None:
@@ -34,11 +34,11 @@ def force_float32(args: ServerArgs) -> None:
     args = adapter.arguments.read(args)
     if args.device == "cuda" and args.dtype in ("float32", "float"):
         assign(RMSNorm, forward_cuda=RMSNorm.forward_native)
-        assign(fused_moe, invoke_fused_moe_kernel=_multiply_by_experts)
+        assign(fused_moe, invoke_fused_moe_kernel=partial(_multiply_by_experts, fused_moe.invoke_fused_moe_kernel))
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
         torch.set_float32_matmul_precision("highest")
 
 
-def _multiply_by_experts(*tensors: Any, **options: Any) -> None:
+def _multiply_by_experts(invoke: Callable[..., None], *tensors: Any, **options: Any) -> None:
     """Call SGLang's ``invoke_fused_moe_kernel`` with results in float32."""
-    _invoke_kernel(*tensors, **options | {"compute_type": tl.float32})
+    invoke(*tensors, **options | {"compute_type": tl.float32})
