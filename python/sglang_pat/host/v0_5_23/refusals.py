@@ -22,7 +22,6 @@ MUST_BE: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "cuda_graph_backend_prefill": (
         (None, "disabled"), "must be disabled; leave it out", "its graphs are pieces that know one layout",
     ),
-    "boundary_reduction": (("auto", "ar"), "must be ar; leave it out", _ONE_DEGREE),
     "load_publish_endpoint": ((None, "off"), _OUT, "each replica of the base layout would open the same port"),
 }  # fmt: skip
 """Fields that must stay at one of some values: what to do otherwise, and why."""
