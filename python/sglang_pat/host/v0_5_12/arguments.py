@@ -36,6 +36,11 @@ def resolve(args: Args) -> Args:
     return args
 
 
+def read(args: Any) -> Any:
+    """A view of ``args`` whose attributes are what was decided."""
+    return args
+
+
 def get_fields(args: ServerArgs) -> dict[str, Any]:
     """All fields by name."""
     return vars(args)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 from sglang.srt.arg_groups.arg_utils import record_fields
-from sglang.srt.arg_groups.overrides import declare_resolution, resolution_result
+from sglang.srt.arg_groups.overrides import declare_resolution, resolution_result, resolving_view
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
@@ -46,6 +46,11 @@ def resolve(args: Args) -> Args:
     """``args`` with all that is left open filled in; it is itself, and its fields stay as they were given."""
     args.resolve_once()
     return args
+
+
+def read(args: Any) -> Any:
+    """A view of ``args`` whose attributes are what was decided."""
+    return resolving_view(args)
 
 
 def get_fields(args: ServerArgs) -> dict[str, Any]:
