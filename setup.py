@@ -31,7 +31,7 @@ setup(
     + find_packages(".", include=["profiler*"]),
     package_dir={"": "python", "profiler": "profiler"},
     package_data={
-        "sglang_pat.launch": ["contract.txt"],
+        "sglang_pat.host": ["*/contract.txt"],
         "sglang_pat.cpu": ["_site/*.py"],
         "sglang_pat.checks": ["attributes.txt"],
     },

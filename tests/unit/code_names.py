@@ -110,7 +110,7 @@ def list_objects() -> frozenset[str]:
 @cache
 def list_names_of_sglang() -> frozenset[str]:
     """What the contract has of SGLang, by qualified name, and each part of it."""
-    text = (PACKAGE / "launch/contract.txt").read_text()
+    text = "\n".join(path.read_text() for path in sorted((PACKAGE / "host").glob("*/contract.txt")))
     names = re.findall(r"^[\w.]+:([\w.]+)\(", text, re.MULTILINE)
     return frozenset(names) | {part for name in names for part in name.split(".")}
 

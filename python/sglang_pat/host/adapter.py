@@ -11,11 +11,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from sglang_pat.launch.contract import get_installed_version
-from sglang_pat.version import ADAPTERS
+from sglang_pat.launch.contract import find_folder
 
-FOLDER = ADAPTERS.get(get_installed_version() or "", next(iter(ADAPTERS.values())))
-"""Name of the folder.  For another version, which is refused at start, it is that of the newest."""
+FOLDER = find_folder()
+"""Name of the folder."""
 
 
 def __getattr__(name: str) -> Any:

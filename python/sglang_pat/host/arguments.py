@@ -6,29 +6,29 @@ TokenizerManager, HTTP clients and RL frameworks see one engine of ``tp * dp`` r
 rank's scheduler one replica of the base layout (:func:`make_rank_view`).  Every refusal is a ``ValueError`` of one
 line.
 
-SGLang 0.5.16 has no ``cuda_graph_bs`` and no ``disable_piecewise_cuda_graph``.
+What SGLang decides is in the fields of the arguments that :func:`prepare_start` returns, and of the views made of them.
+In those before it is only with :func:`resolve`, and read by the adapter.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import metadata
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 from sglang.srt.utils import cpu_has_amx_support, is_cuda
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.cpu import shm
 from sglang_pat.errors import format_one_line
 from sglang_pat.figures import job_log
-from sglang_pat.host import sharing
+from sglang_pat.host import adapter, sharing
 from sglang_pat.host.assign import assign
 from sglang_pat.host.guard import check_overrides
 from sglang_pat.launch.contract import check_sglang
@@ -60,8 +60,8 @@ PLANNED_FRACTION = 0.98
 _DEFAULT: dict[str, Any] = {setting.field: setting.default for setting in SETTINGS}
 
 
-@dataclass
-class AdaptiveServerArgs(ServerArgs):
+@dataclass(init=False, repr=False, eq=False)
+class AdaptiveFields:
     """SGLang's ``ServerArgs`` with the adaptive engine's fields (all plain values)."""
 
     adaptive_tp: bool = False
@@ -82,35 +82,9 @@ class AdaptiveServerArgs(ServerArgs):
     pat_in_a_job: bool = False
     """Whether a framework has launched the engine, whose log shows only our lines below an error; set by ``attach``."""
     pat_graphs_given: bool = False
-    """Whether ``cuda_graph_bs`` is the user's; set here."""
+    """Whether the sizes of decode graphs are the user's; set here."""
 
     _spec = None  # no field: SGLang shows these to clients
-
-    def __post_init__(self) -> None:
-        if self.adaptive_tp:
-            self.pat_fraction_given = self.mem_fraction_static is not None
-            self.pat_graphs_given = self.cuda_graph_bs is not None
-            # Before SGLang's own handling, which turns some of these into other errors.
-            _refuse_flags(self)
-            self.read_config()
-            _set_cpu_defaults(self)
-            _set_mixture_defaults(self)
-            self.disable_piecewise_cuda_graph = True
-            check_model_path(self.model_path)
-            check_second_port(self.port)
-        try:
-            super().__post_init__()
-        except OSError as error:  # as transformers says that there is no such model, in several lines
-            raise ValueError(f"--model-path {self.model_path}: {format_one_line(error)}") from None
-        if self.adaptive_tp:
-            model = ModelConfig.from_server_args(self)
-            refuse_model(model)
-            if self.enable_return_routed_experts:
-                refuse_routed_experts(model.hf_config.architectures, "--enable-return-routed-experts")
-            # Again: SGLang has chosen what was left open.
-            _refuse_flags(self)
-            refuse_graphs(self)
-            drop_impossible_candidates(self)
 
     @staticmethod
     def add_cli_args(parser) -> None:
@@ -138,8 +112,63 @@ class AdaptiveServerArgs(ServerArgs):
         Raises:
             ValueError: an impossible layout, candidate or mode.
         """
-        base = ParallelLayout(self.tp_size, self.dp_size)
-        return make_configuration(vars(self), base, self.max_running_requests)
+        fields = adapter.arguments.get_fields(self)
+        base = ParallelLayout(fields["tp_size"], fields["dp_size"])
+        return make_configuration(fields, base, fields["max_running_requests"])
+
+
+def _fill_in(args: Any, fill_in: Callable[[], None]) -> None:
+    """Have SGLang fill in what is open in ``args``, with our defaults, and check what the user gave and what it chose.
+
+    Raises:
+        ValueError: something is given that the adaptive engine does not support.
+    """
+    if args.adaptive_tp:
+        fraction, graphs = args.mem_fraction_static is not None, adapter.arguments.are_graph_sizes_given(args)
+        assign(args, pat_fraction_given=fraction, pat_graphs_given=graphs)
+        # Before SGLang's own handling, which turns some of these into other errors.
+        _refuse_flags(args)
+        args.read_config()
+        _set_cpu_defaults(args)
+        _set_mixture_defaults(args)
+        adapter.arguments.disable_prefill_graphs(args)
+        check_model_path(args.model_path)
+        check_second_port(args.port)
+    try:
+        fill_in()
+    except OSError as error:  # as transformers says that there is no such model, in several lines
+        raise ValueError(f"--model-path {args.model_path}: {format_one_line(error)}") from None
+    if args.adaptive_tp:
+        model = ModelConfig.from_server_args(args)
+        refuse_model(model)
+        if args.enable_return_routed_experts:
+            refuse_routed_experts(model.hf_config.architectures, "--enable-return-routed-experts")
+        # Again: SGLang has chosen what was left open.
+        _refuse_flags(args)
+        refuse_graphs(args)
+        drop_impossible_candidates(args)
+
+
+if TYPE_CHECKING:
+
+    class AdaptiveServerArgs(AdaptiveFields, ServerArgs): ...
+
+else:
+    AdaptiveServerArgs = adapter.arguments.make_class("AdaptiveServerArgs", AdaptiveFields, _fill_in)
+
+
+def make_arguments(**fields: Any) -> AdaptiveServerArgs:
+    """Arguments with these fields, checked, with all that is left open filled in.
+
+    Raises:
+        ValueError: something is given that the adaptive engine does not support.
+    """
+    return resolve(AdaptiveServerArgs(**fields))
+
+
+def resolve(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
+    """``args`` with all that was left open filled in; raises as :func:`make_arguments`."""
+    return adapter.arguments.resolve(args)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -158,10 +187,10 @@ def parse_args(argv: list[str]) -> AdaptiveServerArgs:
     parser = _Parser(prog="python -m sglang_pat.launch_server")
     AdaptiveServerArgs.add_cli_args(parser)
     if "--config" in argv:
-        argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
+        argv = adapter.arguments.ConfigArgumentMerger(parser).merge_config_with_args(argv)
     raw = parser.parse_args(argv)
     logging.basicConfig(level=raw.log_level.upper(), format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
-    return AdaptiveServerArgs.from_cli_args(raw)
+    return resolve(AdaptiveServerArgs.from_cli_args(raw))
 
 
 def prepare_start(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
@@ -169,13 +198,14 @@ def prepare_start(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
 
     Raises:
         SGLangMismatch: another SGLang, or one that lacks what we override.
-        ValueError: files that cannot be used, memory that does not suffice.
+        ValueError: as :func:`make_arguments`; files that cannot be used, memory that does not suffice.
     """
     if args.resolved:
         return args
     check_sglang()
     check_overrides()
     get_private_folder()
+    args = adapter.arguments.make_view(resolve(args))
     spec = resolve_spec(read_deployment(args))
     view = make_outer_view(args if spec.memory is None else set_pool_size(args, spec.memory), spec)
     if args.device == "cuda":
@@ -194,16 +224,14 @@ def make_outer_view(args: AdaptiveServerArgs, spec: EngineSpec) -> AdaptiveServe
 
     With ``dp_size == 1`` SGLang's control calls expect one reply, whatever the layout.
     """
-    view = copy.copy(args)
-    assign(view, _spec=spec, tp_size=spec.config.num_ranks, dp_size=1)
+    view = adapter.arguments.make_view(args, tp_size=spec.config.num_ranks, dp_size=1)
+    assign(view, _spec=spec)
     return view
 
 
 def make_rank_view(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
     """``args`` as one replica of the base layout, with which each rank's scheduler is built."""
-    view = copy.copy(args)
-    assign(view, tp_size=args.spec.config.base.tp, dp_size=1)
-    return view
+    return adapter.arguments.make_view(args, tp_size=args.spec.config.base.tp, dp_size=1)
 
 
 # -- what is read of SGLang's arguments and of its view of a model -----------------------------------------------------
@@ -217,7 +245,7 @@ def read_deployment(args: AdaptiveServerArgs) -> Deployment:
         fingerprint=None if config.profile is None else make_fingerprint(args, config),
         demand=make_demand(args, config),
         device=args.device,
-        graph_sizes=tuple(args.cuda_graph_bs or ()),
+        graph_sizes=adapter.arguments.list_graph_sizes(args),
         graphs_given=args.pat_graphs_given,
         graphs=_has_graphs(args),
         first_gpu=args.base_gpu_id,
@@ -239,7 +267,7 @@ def make_demand(args: AdaptiveServerArgs, config: AdaptiveConfig) -> Demand:
         base=config.base,
         degrees=tuple(layout.tp for layout in config.layouts),
         prefill_tokens=chunk if chunk and chunk > 0 else args.max_prefill_tokens,
-        graph_batch=args.cuda_graph_max_bs if _has_graphs(args) else 0,
+        graph_batch=adapter.arguments.get_largest_graph(args) if _has_graphs(args) else 0,
         max_running=args.max_running_requests,
         tokens=args.max_total_tokens,
         fraction=args.mem_fraction_static if args.pat_fraction_given else None,
@@ -250,7 +278,7 @@ def make_demand(args: AdaptiveServerArgs, config: AdaptiveConfig) -> Demand:
 
 
 def _has_graphs(args: AdaptiveServerArgs) -> bool:
-    return args.device == "cuda" and not args.disable_cuda_graph
+    return args.device == "cuda" and adapter.arguments.has_decode_graphs(args)
 
 
 def read_model_shape(model: ModelConfig) -> ModelShape:
@@ -296,7 +324,7 @@ def make_fingerprint(
 
 def format_gpu_lines(args: AdaptiveServerArgs, spec: EngineSpec) -> list[str]:
     """Lines of the log that a user of an engine on GPUs should read."""
-    if args.disable_cuda_graph:
+    if not adapter.arguments.has_decode_graphs(args):
         graphs = "decode runs without CUDA graphs"
     else:
         upto = ", ".join(f"tp{tp} up to batch {max(sizes)}" for tp, sizes in spec.graph_sizes.items() if sizes)
@@ -314,26 +342,27 @@ def format_gpu_lines(args: AdaptiveServerArgs, spec: EngineSpec) -> list[str]:
 
 def set_pool_size(args: AdaptiveServerArgs, plan: MemoryPlan) -> AdaptiveServerArgs:
     """``args`` with the pool size of the plan; what the user gave stays."""
-    view = copy.copy(args)
+    chosen: dict[str, Any] = {}
     if not args.pat_fraction_given:
         ours = args.device == "cpu" or sharing.is_gpu_shared()
-        assign(view, mem_fraction_static=PLANNED_FRACTION if ours else round(plan.static_fraction, 4))
+        chosen["mem_fraction_static"] = PLANNED_FRACTION if ours else round(plan.static_fraction, 4)
     # On a GPU a fraction is SGLang's to apply: it has measured what is free by then.
     if args.device == "cpu" or not args.pat_fraction_given:
-        assign(view, max_total_tokens=plan.tokens)
-    return view
+        chosen["max_total_tokens"] = plan.tokens
+    return adapter.arguments.make_view(args, **chosen)
 
 
 def _refuse_flags(args: AdaptiveServerArgs) -> None:
     """Raise ``ValueError`` for what cannot cross a switch: one line with what was given and what to change.
 
-    To be called before SGLang's ``__post_init__``, which turns some of these into other errors, and after it, which
-    chooses values by itself.
+    To be called before SGLang fills in what is open, which turns some of these into other errors, and after it, when
+    SGLang has chosen values by itself.
     """
-    if args.device == "cpu" and cpu_has_amx_support():
+    fields = adapter.arguments.get_fields(args)
+    if fields["device"] == "cpu" and cpu_has_amx_support():
         # It packs the base layout's weights in place, and the other layouts would be sliced from packed bytes.
         raise ValueError("--adaptive-tp does not support SGLang's AMX kernels: use an sgl-kernel without them")
-    refuse_flags(vars(args))
+    refuse_flags(fields)
 
 
 def refuse_model(model: ModelConfig) -> None:
@@ -362,7 +391,8 @@ def _find_unsupported_reason(model: ModelConfig, config: Any) -> str | None:
 
 def refuse_graphs(args: AdaptiveServerArgs) -> None:
     """Raise ``ValueError`` where decode graphs cannot be; to be called once SGLang has decided on them."""
-    if args.pat_weights == "reshard" and args.device != "cpu" and not args.disable_cuda_graph:
+    on_cpu = adapter.arguments.get_fields(args)["device"] == "cpu"
+    if args.pat_weights == "reshard" and not on_cpu and adapter.arguments.has_decode_graphs(args):
         raise ValueError(
             "--pat-weights reshard moves weights away from where CUDA graphs read them: "
             "add --disable-cuda-graph, or leave --pat-weights out"
@@ -413,7 +443,8 @@ def drop_impossible_candidates(args: AdaptiveServerArgs) -> None:
             raise ValueError(f"{reason}; leave it out of --pat-candidates or choose other --tp/--dp")
         left = ", ".join(f"tp={layout.tp}" for layout in layouts[len(allowed) :])
         job_log.warning("not a candidate: %s (%s)", left, reason)
-        args.pat_candidates = ",".join(map(str, choose_default_degrees(allowed, config.only_ends)))
+        chosen = ",".join(map(str, choose_default_degrees(allowed, config.only_ends)))
+        adapter.arguments.decide(args, pat_candidates=chosen)
     if len(allowed) == 1:
         job_log.warning(
             "there is only one layout, %s, so nothing will switch: %d ranks allow no other candidate",

@@ -6,7 +6,6 @@ before that is patched, except to remember more exactly what the user gave.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 from collections.abc import Callable
@@ -15,12 +14,10 @@ from typing import Any
 from sglang.srt.entrypoints import engine
 from sglang.srt.server_args import PortArgs, ServerArgs
 
+from sglang_pat.host import adapter
 from sglang_pat.host.arguments import AdaptiveServerArgs
 from sglang_pat.host.assign import assign
 from sglang_pat.host.engine import LaunchedEngine, make_private_ports
-
-_AS_GIVEN, _FILLED_IN = "_pat_as_given", "_pat_filled_in"
-"""Attributes of server arguments: their fields before and after SGLang chose what was left open."""
 
 
 def patch_launcher(
@@ -31,34 +28,26 @@ def patch_launcher(
 ) -> None:
     """Have SGLang's launch code in this process make adaptive arguments of stock ones, and launch our engine for them.
 
-    It happens when SGLang checks the arguments, just before it starts anything.  The object stays the same.
+    It happens when SGLang checks the arguments, just before it starts anything.
 
     Args:
         make_adaptive: prepared arguments for the fields that a user gave.
         manager: the class of our TokenizerManager.
         add_routes: a function that is called with the application of SGLang's HTTP server, where it is loaded.
     """
-    fill_in, check = ServerArgs.__post_init__, ServerArgs.check_server_args
-
-    def remember(args: ServerArgs) -> None:
-        given = _get_fields(args)
-        fill_in(args)
-        vars(args).update({_AS_GIVEN: given, _FILLED_IN: _get_fields(args)})
+    check = ServerArgs.check_server_args
 
     def become_adaptive(args: ServerArgs) -> None:
-        if not isinstance(args, AdaptiveServerArgs):
-            adaptive = make_adaptive(_get_given_fields(args))
-            assign(args, __class__=AdaptiveServerArgs)
-            vars(args).clear()
-            vars(args).update(vars(adaptive))
+        if adapter.attach.find_adaptive(args) is None:
+            adapter.attach.become_adaptive(args, make_adaptive(adapter.attach.get_given_fields(args)))
             if (http_server := sys.modules.get("sglang.srt.entrypoints.http_server")) is not None:
                 add_routes(http_server.app)
-        check(args)
+        check(adapter.attach.find_adaptive(args))
 
-    wrappers = {"__post_init__": functools.wraps(fill_in)(remember)}
-    assign(ServerArgs, check_server_args=functools.wraps(check)(become_adaptive), **wrappers)
+    adapter.attach.patch(engine, lambda function: _choose_by_arguments(function, function))
+    assign(ServerArgs, check_server_args=functools.wraps(check)(become_adaptive))
     assign(PortArgs, init_new=staticmethod(_choose_by_arguments(PortArgs.init_new, make_private_ports)))
-    assign(engine, TokenizerManager=_choose_by_arguments(engine.TokenizerManager, manager))
+    assign(engine, TokenizerManager=_choose_class(engine.TokenizerManager, manager))
     stock = engine.Engine
     assign(stock, shutdown=_choose_by_arguments(stock.shutdown, ours.shutdown))
     for name in ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses"):
@@ -73,25 +62,27 @@ def _call_ours(ours: type[LaunchedEngine], name: str, stock: type, *args: Any, *
 def _choose_by_arguments(stock: Callable, ours: Callable) -> Callable:
     """A function that calls ``ours`` with an adaptive engine's arguments, and ``stock`` with all others."""
 
+    def swap(one: Any) -> Any:
+        found = adapter.attach.find_adaptive(one)
+        return one if found is None else found
+
     @functools.wraps(stock, updated=())
     def call(*args: Any, **named: Any) -> Any:
-        held = getattr(args[0], "server_args", None) if args else None
+        args, named = tuple(map(swap, args)), {name: swap(one) for name, one in named.items()}
+        held = swap(getattr(args[0], "server_args", None)) if args else None
         adaptive = any(isinstance(one, AdaptiveServerArgs) for one in (held, *args, *named.values()))
         return (ours if adaptive else stock)(*args, **named)
 
     return call
 
 
-def _get_fields(args: ServerArgs) -> dict[str, Any]:
-    return {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
+def _choose_class(stock: type, ours: Callable) -> type:
+    """A class to be called as :func:`_choose_by_arguments` says; its objects are those of ``stock``."""
 
+    class Either(type):
+        __call__ = staticmethod(_choose_by_arguments(stock, ours))
 
-def _get_given_fields(args: ServerArgs) -> dict[str, Any]:
-    """The fields of ``args`` without what SGLang chose, which it would choose otherwise for another layout."""
-    now = _get_fields(args)
-    if _AS_GIVEN in vars(args):
-        given, filled_in = vars(args)[_AS_GIVEN], vars(args)[_FILLED_IN]
-    else:  # made before we came: what SGLang chooses for the least that can be said
-        least = type(args)(model_path=args.model_path, tp_size=args.tp_size, dp_size=args.dp_size, device=args.device)
-        given, filled_in = vars(least)[_AS_GIVEN], vars(least)[_FILLED_IN]
-    return given | {name: value for name, value in now.items() if value != filled_in[name]}
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, stock)
+
+    return Either(stock.__name__, (), {})

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import zmq
-from sglang.srt.managers.scheduler import configure_logger
-from sglang.srt.utils import kill_itself_when_parent_died
+from sglang.srt.utils import configure_logger, kill_itself_when_parent_died
 from sglang.srt.utils.network import get_zmq_socket
 
 from sglang_pat.host.arguments import AdaptiveServerArgs

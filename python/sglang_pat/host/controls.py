@@ -1,12 +1,9 @@
 """SGLang's messages, as the coordinator knows them: which are for one leader, and for control requests (``CONTROLS``)
 how replies are merged, which need the base layout, and how one is refused (:func:`make_error_reply`).
-
-SGLang 0.5.16 has no ``io_struct.GetLoadsReqInput``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from http import HTTPStatus
 from typing import Any, get_origin, get_type_hints
 
@@ -14,10 +11,15 @@ from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct as io
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign
 
 MAX_MESSAGE = 500
 """Most characters of an error that a client gets to see."""
+
+_ERROR = "pat-error: "
+"""Beginning of the ``rid`` of a reply of :func:`make_error_reply`, before the error: a field that no reply else has,
+where a message takes no attributes of ours."""
 
 
 def _merge_success(replies: list[Any]) -> Any:
@@ -28,17 +30,6 @@ def _merge_success(replies: list[Any]) -> Any:
     messages = [reply.message for reply in failed or replies if getattr(reply, "message", None)]
     if messages:
         assign(merged, message=" | ".join(dict.fromkeys(messages)))
-    return merged
-
-
-def _sum_loads(replies: list[io.GetLoadsReqOutput]) -> io.GetLoadsReqOutput:
-    """The load of the whole engine: counts add up, usage is the mean."""
-    merged = replies[0]
-    for name in ("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "num_total_tokens", "max_total_num_tokens"):
-        if hasattr(merged, name):
-            setattr(merged, name, sum(getattr(reply, name) for reply in replies))
-    if hasattr(merged, "token_usage"):
-        assign(merged, token_usage=sum(reply.token_usage for reply in replies) / len(replies))
     return merged
 
 
@@ -68,7 +59,6 @@ CONTROLS: dict[type, tuple[type, dict[str, Any]]] = {
     io.ProfileReq: (io.ProfileReqOutput, _SUCCESS),
     io.GetInternalStateReq: (io.GetInternalStateReqOutput, {}),
     io.SetInternalStateReq: (io.SetInternalStateReqOutput, {}),
-    io.GetLoadsReqInput: (io.GetLoadsReqOutput, dict(merge=_sum_loads)),
     io.SlowDownReqInput: (io.SlowDownReqOutput, {}),
     io.DumperControlReqInput: (io.DumperControlReqOutput, _SUCCESS),
     io.OpenSessionReqInput: (io.OpenSessionReqOutput, {}),
@@ -85,7 +75,7 @@ CONTROLS: dict[type, tuple[type, dict[str, Any]]] = {
     io.CheckWeightsReqInput: (io.CheckWeightsReqOutput, _WEIGHTS),
     io.ReleaseMemoryOccupationReqInput: (io.ReleaseMemoryOccupationReqOutput, _MEMORY),
     io.ResumeMemoryOccupationReqInput: (io.ResumeMemoryOccupationReqOutput, _MEMORY),
-}
+} | adapter.controls.list_controls(_NEW_WEIGHTS)
 """Control requests that are answered: reply type, and the fields of :class:`~sglang_pat.coordinator.router.Control`.
 
 While ranks are lent: new weights take them back, as whoever has them has trained; what else needs the base layout is
@@ -113,7 +103,7 @@ def is_probe(rid: str | None) -> bool:
 
 def is_for_controller(obj: Any) -> bool:
     """Whether an object is for SGLang's data-parallel controller, which is not here."""
-    return isinstance(obj, io.WatchLoadUpdateReq)
+    return adapter.controls.is_for_controller(obj)
 
 
 def is_rpc_reply(obj: Any) -> bool:
@@ -155,19 +145,22 @@ def make_error_reply(obj: Any, error: Exception) -> Any:
     reply, _ = CONTROLS.get(type(obj), (None, None))
     if reply is None:
         return None
-    values = {"success": False} | dict.fromkeys(("message", "error_msg", "error_message"), message)
+    values = {"success": False, "rid": _ERROR + message}
+    values |= dict.fromkeys(("message", "error_msg", "error_message"), message)
     kinds = get_type_hints(reply)
-    fields = [field for field in dataclasses.fields(reply) if field.init]
-    required = [f for f in fields if f.default is f.default_factory is dataclasses.MISSING]
-    given = {field.name: values[field.name] for field in fields if field.name in values}
-    made = reply(**{field.name: _make_empty_value(kinds[field.name]) for field in required} | given)
-    made.pat_error = message
-    return made
+    return reply(
+        **{
+            name: values[name] if name in values else _make_empty_value(kinds[name])
+            for name, required in adapter.controls.list_fields(reply)
+            if required or name in values
+        }
+    )
 
 
 def get_error(reply: Any) -> str:
     """The error that :func:`make_error_reply` was given for this reply; "" for any other reply."""
-    return getattr(reply, "pat_error", "")
+    said = getattr(reply, "rid", None)
+    return said.removeprefix(_ERROR) if isinstance(said, str) and said.startswith(_ERROR) else ""
 
 
 def _make_empty_value(kind: Any) -> Any:

@@ -20,6 +20,7 @@ from sglang.srt.utils import MultiprocessingSerializer, maybe_reindex_device_id,
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
 from sglang_pat.figures import job_log, start_line
+from sglang_pat.host import adapter
 from sglang_pat.host.arguments import AdaptiveServerArgs, prepare_start
 from sglang_pat.host.assign import assign
 from sglang_pat.host.shutdown import end_if_a_child_fails, make_watchdog
@@ -106,13 +107,8 @@ class LaunchedEngine(stock.Engine):
             for process in children:
                 process.join()
 
-        result = stock.SchedulerInitResult(
-            scheduler_infos=infos,
-            all_child_pids=[process.pid for process in children],
-            wait_for_ready=wait_for_ready,
-            wait_for_completion=wait_for_completion,
-        )
-        return result, children
+        pids = [process.pid for process in children]
+        return adapter.engine.make_result(infos, pids, wait_for_ready, wait_for_completion), children
 
     @classmethod
     def _launch_detokenizer_subprocesses(cls, server_args, port_args, run_detokenizer_process_func):
@@ -142,7 +138,8 @@ class LaunchedEngine(stock.Engine):
 def make_private_ports(args: AdaptiveServerArgs) -> PortArgs:
     """Choose SGLang's addresses, with sockets that no other user can reach."""
     folder = make_engine_folder()
-    return PortArgs(
+    return adapter.engine.make_ports(
+        str(folder),
         tokenizer_ipc_name=f"ipc://{folder}/tokenizer",
         scheduler_input_ipc_name=f"ipc://{folder}/scheduler",
         detokenizer_ipc_name=f"ipc://{folder}/detokenizer",
@@ -198,9 +195,7 @@ def _warm_up(server_args: AdaptiveServerArgs) -> bool:
 
     manager = http_server.get_global_state().tokenizer_manager
     begins, manager.pat_log_begins = manager.pat_log_begins, False
-    view = copy.copy(server_args)
-    assign(view, dp_size=server_args.spec.config.base.dp)
     try:
-        return http_server._execute_server_warmup(view)
+        return adapter.engine.warm_up(server_args, server_args.spec.config.base.dp)
     finally:
         manager.pat_log_begins = begins

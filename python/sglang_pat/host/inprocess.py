@@ -1,7 +1,4 @@
-"""An engine in somebody else's process, which has an event loop: what RL frameworks ask of one, in SGLang's terms.
-
-SGLang 0.5.16 has ``LocalSerializedTensor`` in ``model_runner_components.weight_updater``.
-"""
+"""An engine in somebody else's process, which has an event loop: what RL frameworks ask of one, in SGLang's terms."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromTensorReqInput,
 )
-from sglang.srt.model_executor.model_runner import LocalSerializedTensor
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.utils.common import init_custom_process_group
 
+from sglang_pat.host import adapter
 from sglang_pat.messages import BeginRound, EndRound
 
 __all__ = ["InProcessEngine", "init_custom_process_group"]
@@ -46,7 +43,7 @@ class InProcessEngine:
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self._ranks: int = arguments["tp_size"]
         self._context: int = arguments["context_length"]
-        sglang.ServerArgs(**arguments)  # before what follows allows every length
+        adapter.arguments.resolve(sglang.ServerArgs(**arguments))  # before what follows allows every length
         with envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.override(True):
             self._engine = sglang.Engine(**{**arguments, "context_length": self._context + SPARED})
         self._manager = self._engine.tokenizer_manager
@@ -109,7 +106,7 @@ class InProcessEngine:
     async def open_weight(self, name: str, handles: list[Any], flush: bool) -> None:
         """Load one parameter; ``handles`` has for each rank what unpickles to the tensor in its process."""
         values = [MultiprocessingSerializer.serialize(handle) for handle in handles]
-        tensor = MultiprocessingSerializer.serialize([(name, LocalSerializedTensor(values=values))])
+        tensor = MultiprocessingSerializer.serialize([(name, adapter.inprocess.LocalSerializedTensor(values=values))])
         request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=[tensor] * self._ranks, flush_cache=flush)
         _check_success(await self._manager.update_weights_from_tensor(request, None))
 

@@ -1,7 +1,4 @@
-"""Outputs of a rank: tokens to the detokenizer, and replies to the TokenizerManager.
-
-SGLang 0.5.16 sends both from components of its scheduler, which hold the sockets.
-"""
+"""Outputs of a rank: tokens to the detokenizer, and replies to the TokenizerManager."""
 
 from __future__ import annotations
 
@@ -62,5 +59,5 @@ class RpcRelay:
     def recv_pyobj(self, flags: int = 0) -> Any:
         raise zmq.Again()
 
-    def send_pyobj(self, obj: Any) -> None:
+    def send_pyobj(self, obj: Any, flags: int = 0, protocol: int = -1) -> None:
         self._send(obj)

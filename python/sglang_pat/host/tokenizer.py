@@ -24,6 +24,7 @@ from sglang.srt.entrypoints.engine import init_tokenizer_manager
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 from sglang_pat.dropped import Dropped, IsolatingDispatcher
+from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign
 from sglang_pat.host.fixes import request_validation
 from sglang_pat.host.fixes.pauses import Gate, PausingTokenizerManager
@@ -138,8 +139,9 @@ class RoutedTokenizerManager(PausingTokenizerManager):
             ValueError: its client has left meanwhile.
         """
         obj, request = self._pat_newest
+        self.pat_drop_spare(obj)
         number, made_up = obj.pat_number, hasattr(obj, "pat_made_up")
-        states = [state for _, state in self._pat_parts[number]]
+        states = [*self._pat_parts[number].values()]
 
         def passes() -> bool:
             shut = self._pat_is_gate_closed() or (self._pat_calibrates and not made_up)
@@ -161,16 +163,17 @@ class RoutedTokenizerManager(PausingTokenizerManager):
         request_validation.check_tokenized(tokenized, self.model_config.vocab_size, self.tokenizer, routed)
         return tokenized
 
-    def _send_one_request(self, tokenized_obj: Any) -> None:
-        """Send a request to the coordinator, unless it was aborted before."""
+    def _send_one_request(self, tokenized_obj: Any) -> Any:
+        """Send a request to the coordinator, unless it was aborted before; returns what SGLang's method does."""
         self._pat_begin_log()
-        if self.pat_may_send(tokenized_obj):
-            super()._send_one_request(tokenized_obj)
+        if not self.pat_may_send(tokenized_obj):
+            return adapter.tokenizer.send_nothing()
+        return super()._send_one_request(tokenized_obj)
 
-    def _send_batch_request(self, tokenized_objs: Any) -> None:
+    def _send_batch_request(self, tokenized_objs: Any) -> Any:
         self._pat_begin_log()
-        if going := [one for one in tokenized_objs if self.pat_may_send(one)]:
-            super()._send_batch_request(going)
+        going = [one for one in tokenized_objs if self.pat_may_send(one)]
+        return super()._send_batch_request(going) if going else adapter.tokenizer.send_nothing()
 
     async def _handle_batch_output(self, recv_obj: Any) -> None:
         """Handle outputs from the detokenizer, and note which requests have ended."""
@@ -184,6 +187,10 @@ class RoutedTokenizerManager(PausingTokenizerManager):
 
     def _pat_begin_log(self) -> None:
         """Called when a request is about to be sent: requests count from here on."""
+
+    def pat_get_weight_version(self) -> str:
+        """The version that clients have given to the weights in force."""
+        return adapter.tokenizer.get_weight_version(self)
 
     # -- the end ----------------------------------------------------------------------------------
 

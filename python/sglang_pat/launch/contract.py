@@ -1,6 +1,7 @@
-"""SGLang versions these adapters are written for, and every symbol of it that they rely on.
+"""SGLang versions these adapters are written for, and every symbol of each that they rely on.
 
-``contract.txt`` lists the symbols with their parameters.  A new SGLang version fails here first, by name.
+``contract.txt`` in the adapter's folder lists the symbols with their parameters.  A new SGLang version fails here
+first, by name.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_pat.errors import format_one_line
-from sglang_pat.version import SGLANG_VERSIONS
+from sglang_pat.version import ADAPTERS, SGLANG_VERSIONS
 
 
 class SGLangMismatch(RuntimeError):
@@ -28,6 +29,12 @@ def get_installed_version() -> str | None:
         return metadata.version("sglang")
     except metadata.PackageNotFoundError:
         return None
+
+
+def find_folder() -> str:
+    """Name of the folder in ``host`` for the SGLang that is installed; for another version, which is refused at start,
+    that of the first."""
+    return ADAPTERS.get(get_installed_version() or "", ADAPTERS[SGLANG_VERSIONS[0]])
 
 
 def check_sglang() -> None:
@@ -96,6 +103,6 @@ class Symbol:
 
 
 def read_symbols() -> list[Symbol]:
-    """All symbols of ``contract.txt``."""
-    text = resources.files(__package__).joinpath("contract.txt").read_text()
+    """All symbols of the ``contract.txt`` of the version that is installed."""
+    text = resources.files("sglang_pat").joinpath("host", find_folder(), "contract.txt").read_text()
     return [Symbol.parse(line) for line in text.splitlines() if line and not line.startswith("#")]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sglang_pat.config import AdaptiveConfig
+from sglang_pat.host import adapter
 from sglang_pat.memory.shapes import read_config
 from sglang_pat.predict.profile import Profile, load
 
@@ -103,7 +104,8 @@ def check_port(host: str, port: int) -> None:
 
 def check_second_port(port: int) -> None:
     """Raise ``ValueError`` for a port that leaves no room for SGLang's second."""
-    if port < 0 or ("SGLANG_GRPC_PORT" not in os.environ and port + GRPC_OFFSET > MAX_PORT):
+    reserves = adapter.refusals.SECOND_PORT and "SGLANG_GRPC_PORT" not in os.environ
+    if port < 0 or (reserves and port + GRPC_OFFSET > MAX_PORT):
         raise ValueError(
             f"--port {port}: SGLang also reserves the port 10,000 above, and the highest is {MAX_PORT:,}; "
             f"choose one up to {MAX_PORT - GRPC_OFFSET}"
@@ -174,7 +176,7 @@ def _refuse_all(reason: str, names: str) -> tuple[Refusal, ...]:
     return tuple(Refusal(name, empty, _OUT, reason) for name in names.split())
 
 
-REFUSED = (
+IN_ALL = (
     Refusal("pp_size", (1,), "pipeline parallelism must be 1", "stages have no layouts"),
     Refusal("nnodes", (1,), "an engine spans one node; run one engine per node", "ranks share one machine's memory"),
     Refusal("ep_size", (1,), "expert parallelism must be 1", _ONE_DEGREE),
@@ -207,20 +209,17 @@ REFUSED = (
         "enable_dp_attention speculative_algorithm enable_hierarchical_cache hicache_storage_backend enable_lmcache "
         "enable_mixed_chunk enable_pdmux enable_streaming_session enable_two_batch_overlap "
         "enable_single_batch_overlap dllm_algorithm enable_hisparse enable_lora lora_paths "
-        "enable_prefill_context_parallel enable_nsa_prefill_context_parallel enable_attn_tp_input_scattered",
+        "enable_attn_tp_input_scattered",
     ),
     *_refuse_all(
         "it is for expert parallelism, which is refused",
-        "enable_eplb ep_num_redundant_experts ep_dispatch_algorithm enable_deepep_waterfill elastic_ep_backend "
-        "elastic_ep_rejoin enable_elastic_expert_backup",
+        "enable_eplb ep_num_redundant_experts ep_dispatch_algorithm elastic_ep_backend enable_elastic_expert_backup",
     ),
-    *_refuse_all(
-        "its counts are those of one group", "expert_distribution_recorder_mode enable_expert_distribution_metrics"
-    ),
+    *_refuse_all("its counts are those of one group", "expert_distribution_recorder_mode"),
     *_refuse_all("the adaptive engine starts its processes itself", "enable_http2 use_ray grpc_mode"),
     *_refuse_all(
         "it changes the base layout's model; the others would stay as they are",
-        "cpu_offload_gb torchao_config modelopt_quant quantize_and_serve kt_weight_path forward_hooks "
+        "cpu_offload_gb modelopt_quant quantize_and_serve kt_weight_path forward_hooks "
         "debug_tensor_dump_output_folder msprobe_dump_config enable_layerwise_nvtx_marker "
         "enable_fused_moe_sum_all_reduce",
     ),
@@ -241,21 +240,26 @@ REFUSED = (
         "is_embedding prefill_only_disable_kv_cache enable_multimodal enable_mis encoder_only language_only "
         "enable_return_indexer_topk decrypted_config_file",
     ),
-    *_refuse_all(
-        "its graphs are pieces that know one layout", "enable_breakable_cuda_graph enforce_piecewise_cuda_graph"
-    ),
     *_refuse_all("layers on views of the base weights write their results in place", "enable_torch_compile"),
 )
+"""Refusals of flags that all versions of SGLang have."""
+
+
+def list_refusals(tables: Any) -> tuple[Refusal, ...]:
+    """Refusals of flags that only one version has, of the tables of its adapter."""
+    values = (Refusal(name, *about) for name, about in tables.MUST_BE.items())
+    return (*values, *(one for reason, names in tables.NOT_AT_ALL.items() for one in _refuse_all(reason, names)))
+
+
+REFUSED = IN_ALL + list_refusals(adapter.refusals)
 
 
 ENVIRONMENT = {
     "SGLANG_REQ_WAITING_TIMEOUT": "the ranks of a group would each go by their own clock",
     "SGLANG_REQ_RUNNING_TIMEOUT": "the ranks of a group would each go by their own clock",
-    "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "a switch fills SGLang's own tree",
-    "SGLANG_ENABLE_UNIFIED_RADIX_TREE": "a switch fills SGLang's own tree",
     "SGLANG_ENABLE_COLOCATED_BATCH_GEN": "its barrier knows one layout",
     "SGLANG_PROFILE_V2": "its barrier knows one layout",
-}
+} | adapter.refusals.ENVIRONMENT
 """Reasons why variables of SGLang's are refused, by name."""
 
 
@@ -267,6 +271,9 @@ def refuse_flags(given: Mapping[str, Any]) -> None:
     """
     for name, reason in ENVIRONMENT.items():
         if os.environ.get(name, "").lower() not in ("", "0", "-1", "false"):
+            raise ValueError(f"--adaptive-tp does not support {name}={os.environ[name]} ({reason}): unset it")
+    for name, reason in adapter.refusals.MUST_BE_ON.items():
+        if os.environ.get(name, "1").lower() in ("", "0", "false", "no", "n", "off"):
             raise ValueError(f"--adaptive-tp does not support {name}={os.environ[name]} ({reason}): unset it")
     for refusal in REFUSED:
         if given[refusal.field] not in refusal.allowed:

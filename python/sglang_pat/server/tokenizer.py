@@ -102,7 +102,7 @@ class AdaptiveTokenizerManager(RoutedTokenizerManager):
     async def pat_status(self) -> dict[str, Any]:
         """Layout, candidates, load of each group, switches so far, weight version."""
         reply = await self._pat_ask(messages.StatusQuery)
-        return reply.status | {"weight_version": self.server_args.weight_version}
+        return reply.status | {"weight_version": self.pat_get_weight_version()}
 
     async def pat_wait_until_idle(self) -> None:
         """Wait, when all requests are answered, until the coordinator has heard that they have ended: then it has

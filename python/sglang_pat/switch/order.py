@@ -102,9 +102,9 @@ class OrderedReceiver:
         self._order = OutputOrder()
         self._ready: deque[Any] = deque()
 
-    def recv_pyobj(self) -> Any:
+    def recv_pyobj(self, flags: int = 0) -> Any:
         while not self._ready:
-            self._take(self._socket.recv())
+            self._take(self._socket.recv(flags))
         return self._ready.popleft()
 
     def _take(self, frame: bytes) -> None:
@@ -115,7 +115,7 @@ class OrderedReceiver:
 class AsyncOrderedReceiver(OrderedReceiver):
     """An :class:`OrderedReceiver` on an asyncio socket."""
 
-    async def recv_pyobj(self) -> Any:
+    async def recv_pyobj(self, flags: int = 0) -> Any:
         while not self._ready:
-            self._take(await self._socket.recv())
+            self._take(await self._socket.recv(flags))
         return self._ready.popleft()

@@ -173,7 +173,7 @@ class PausingTokenizerManager(TrackingTokenizerManager):
         Weights that are new have their version, whatever else has failed.
         """
         async with self.pat_pause_for_update(obj):
-            success, message, *others = await update(obj, request)
+            success, message, *others = await self.pat_update_in_session(update, obj, request)
             if not success and all(part == NOT_FLUSHED for part in message.split(" | ")):
                 if isinstance(obj, UpdateWeightFromDiskReqInput):
                     self._update_model_path_info(obj.model_path, obj.load_format)

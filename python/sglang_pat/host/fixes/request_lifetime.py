@@ -16,16 +16,23 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import BackgroundTasks
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
+from sglang.srt.managers.tokenizer_manager import ReqState
 
+from sglang_pat.host import adapter
+from sglang_pat.host.assign import assign
 from sglang_pat.rank import degrees
+
+if TYPE_CHECKING:
+    from sglang_pat.host.v0_5_12.tokenizer import StockTokenizerManager
+else:
+    StockTokenizerManager = adapter.tokenizer.StockTokenizerManager
 
 LEFT_SECONDS = 60.0
 """Longest wait for the end of requests that nobody waits for any more."""
@@ -56,7 +63,7 @@ class Waiters:
                 future.set_result(None)
 
 
-class TrackingTokenizerManager(TokenizerManager):
+class TrackingTokenizerManager(StockTokenizerManager):
     """A manager that knows whether a request may go to a rank, whether one has it, and whether somebody waits for it.
 
     A *call* of ``generate_request`` (``host/tokenizer.py``) has one request (*part*) for each prompt and each of its n
@@ -72,7 +79,8 @@ class TrackingTokenizerManager(TokenizerManager):
     def pat_init_states(self) -> None:
         """Make the state in which nobody has called yet."""
         self._pat_numbers = itertools.count()
-        self._pat_parts: dict[int, list[tuple[str, ReqState]]] = {}
+        self._pat_parts: dict[int, dict[str, ReqState]] = {}
+        """States of the parts of each call, by their ids, also of those that SGLang has forgotten."""
         self._pat_inside: set[int] = set()
         self._pat_waiters = Waiters()
         """Waiters for the end of requests."""
@@ -125,14 +133,15 @@ class TrackingTokenizerManager(TokenizerManager):
         number = obj.pat_number = next(self._pat_numbers)
         obj.pat_sent = False
         obj.pat_given = obj.rid if isinstance(obj.rid, str) else ""
-        self._pat_parts[number] = []
+        self._pat_parts[number] = {}
 
     def pat_end_call(self, obj: Any) -> None:
         """End all that is left of ``obj``.  ``obj.pat_sent`` says then whether a rank had any of it."""
+        self.pat_drop_spare(obj)
         parts = self._pat_parts.pop(obj.pat_number)
         self._pat_inside.discard(obj.pat_number)
-        obj.pat_sent = any(state.pat_sent for _, state in parts)
-        for rid, state in parts:
+        obj.pat_sent = any(state.pat_sent for state in parts.values())
+        for rid, state in parts.items():
             self._pat_drop_request(rid, state)
             for name in state.obj.pat_names:
                 named = self._pat_named.get(name, {})
@@ -156,6 +165,7 @@ class TrackingTokenizerManager(TokenizerManager):
         """Register the parts of ``obj``, whose states SGLang makes inside the block."""
         rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
         before = [self.rid_to_state.get(rid) for rid in rids]
+        spare: list[str] = []
         try:
             yield
         finally:  # SGLang may refuse a batch in its middle
@@ -163,9 +173,16 @@ class TrackingTokenizerManager(TokenizerManager):
                 state = self.rid_to_state.get(rid)
                 if state is not None and state is not earlier:
                     if i >= getattr(obj, "batch_size", 1):
-                        del self.rid_to_state[rid]  # n - 1 of n: SGLang makes others when it copies the prompt
+                        spare.append(rid)
                     else:
                         self._pat_register_segment(rid, state, obj)
+            obj.pat_spare = spare
+
+    def pat_drop_spare(self, obj: Any) -> None:
+        """Drop n - 1 of n states that SGLang has made of ``obj``: it makes others when it copies the prompt, and looks
+        at these before anybody else runs only."""
+        for rid in vars(obj).pop("pat_spare", ()):
+            self.rid_to_state.pop(rid, None)
 
     def _pat_register_segment(self, rid: str, state: ReqState, obj: Any) -> None:
         """Register a part of ``obj``, or a copy of a part: for n > 1 its prompt, then each response."""
@@ -174,11 +191,11 @@ class TrackingTokenizerManager(TokenizerManager):
         number = state.obj.pat_number = obj.pat_number
         state.pat_sent = state.pat_left = False
         state.pat_inside = number in self._pat_inside
-        self._pat_parts[number].append((rid, state))
+        self._pat_parts[number][rid] = state
         for name in {given, prompt} - {rid, ""}:
             self._pat_named.setdefault(name, {})[rid] = state
-        if copied and (origin := self.rid_to_state.get(prompt)) is not None and origin.finished:
-            self._pat_end_unsent([rid])
+        if copied and (origin := self._pat_parts[number].get(prompt)) is not None and origin.finished:
+            self._pat_end_unsent([state])
 
     # -- to the ranks, or not ---------------------------------------------------------------------
 
@@ -195,24 +212,28 @@ class TrackingTokenizerManager(TokenizerManager):
         ``rid``: id of a request, or the one that a client gave for several, which have ids of their own.
         """
         if abort_all:
-            self._pat_end_unsent(list(self.rid_to_state))
+            self._pat_end_unsent([*self.rid_to_state.values()])
             return super().abort_request(abort_all=True)
-        for one in (rid, *self._pat_named.get(rid, ())):
-            if (state := self.rid_to_state.get(one)) is not None and state.pat_sent:
+        named = self._pat_named.get(rid, {})
+        for one, state in [(rid, self.rid_to_state.get(rid)), *named.items()]:
+            if state is not None and state.pat_sent:
                 super().abort_request(one)
-            else:
-                self._pat_end_unsent([one])
+            elif state is not None:
+                self._pat_end_unsent([state])
 
     def pat_abort_inside(self) -> None:
         """Abort all that has passed the gate: not what waits there for new weights, or for the end of a pause."""
-        self._pat_end_unsent([state.obj.rid for state in self.pat_list_active()])
+        self._pat_end_unsent([*self.pat_list_active()])
         super().abort_request(abort_all=True)
 
-    def _pat_end_unsent(self, rids: Iterable[str]) -> None:
-        for rid in rids:
-            state = self.rid_to_state.get(rid)
-            if state is not None and not (state.pat_sent or state.finished):
-                self._handle_abort_req(AbortReq(rid=rid))
+    def _pat_end_unsent(self, states: Iterable[ReqState]) -> None:
+        for state in states:
+            if state.pat_sent or state.finished:
+                continue
+            if self.rid_to_state.get(state.obj.rid) is state:
+                self._handle_abort_req(AbortReq(rid=state.obj.rid))
+            else:  # a prompt that SGLang has copied: the copies to come are aborted, too
+                assign(state, finished=True)
 
     def create_abort_task(self, obj: Any) -> BackgroundTasks:
         """Make no task: SGLang's would abort the ids of a stream two seconds after its end, whoever has them then.
@@ -231,27 +252,9 @@ class TrackingTokenizerManager(TokenizerManager):
         super()._handle_abort_req(recv_obj)
         if state.out_list:  # none for a health check
             state.out_list[-1]["meta_info"][degrees.KEY] = ()
-        if state.pat_sent:  # SGLang has no other output for it; one that was not sent is known until its call ends
-            del self.rid_to_state[recv_obj.rid]
+        # SGLang has no other output for one that was sent; one that was not is known until its call ends.
+        if state.pat_sent:
+            self.rid_to_state.pop(recv_obj.rid, None)
+        else:
+            self.rid_to_state[recv_obj.rid] = state
         self.pat_record_request_end(state.obj.pat_number)
-
-    def _wait_one_response(self, obj, request=None) -> AsyncIterator[Any]:
-        """Wait as SGLang does, for a request that may have ended before anybody begins to wait.
-
-        SGLang sends all parts of a batch first, and waits for them then.  A short response comes back in between,
-        and SGLang would look in vain for its state.
-        """
-        rid: Any = obj.rid
-        waits: Any = _Knowing(self, {rid: self.rid_to_state[rid]})
-        return TokenizerManager._wait_one_response(waits, obj, request)
-
-
-class _Knowing:
-    """A manager that knows of these requests only."""
-
-    def __init__(self, manager: TokenizerManager, rid_to_state: dict[str, ReqState]) -> None:
-        self._manager = manager
-        self.rid_to_state = rid_to_state
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._manager, name)
