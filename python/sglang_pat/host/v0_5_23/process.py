@@ -13,7 +13,8 @@ from sglang_pat.host.v0_5_23 import tree
 def configure(args: Any, rank: int, gpu_id: int, tp_rank: int) -> None:
     """Prepare this process to be a rank of ``args``, those of one replica of the base layout."""
     tree.register()
-    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=tp_rank, gpu_id=gpu_id))
+    context = publish(args, role="scheduler", ranks=SpawnRanks(world_rank=tp_rank, gpu_id=gpu_id))
+    context.override("sglang_pat", radix_cache_backend=tree.BACKEND)
     configure_scheduler_process(args, gpu_id)
 
 
