@@ -1,8 +1,8 @@
 """A check at every start: whatever of ours replaces a method of SGLang's still replaces one.
 
 A method that SGLang no longer has under its name is never called, and nothing says so.  The files ``contract.txt`` have
-the names of all that we override in any version.  So where a class of ours that is made of SGLang's has a method of such a name, SGLang must
-have it, too.  ``tests/engine/test_overrides.py`` traces that SGLang also calls it.
+the names of all that we override in any version.  So where a class of ours that is made of SGLang's has a method of
+such a name, SGLang must have it, too.  ``tests/engine/test_overrides.py`` traces that SGLang also calls it.
 """
 
 from __future__ import annotations
