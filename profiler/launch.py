@@ -50,14 +50,14 @@ def make_server_args(model: str, flags: list[str], policy: Sequence[str] = MANUA
     try:
         check_model_path(model)
         shim.ensure()
-        from sglang_pat.host.arguments import AdaptiveServerArgs
+        from sglang_pat.host.arguments import AdaptiveServerArgs, resolve
 
         parser = Parser(prog="profiler", allow_abbrev=True)  # SGLang's own --tp is an abbreviation
         AdaptiveServerArgs.add_cli_args(parser)
         arguments = ["--model-path", model, *flags, "--adaptive-tp", *policy]
         arguments += ["--log-level", "error"] if quiet else []
         check_sglang()
-        return AdaptiveServerArgs.from_cli_args(parser.parse_args(arguments))
+        return resolve(AdaptiveServerArgs.from_cli_args(parser.parse_args(arguments)))
     except (ValueError, OSError, SGLangMismatch, AssertionError) as error:
         raise UsageError(format_short_line(error)) from None
 

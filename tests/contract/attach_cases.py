@@ -14,7 +14,7 @@ shim.ensure()
 from sglang.srt.server_args import PortArgs, ServerArgs  # noqa: E402
 
 from sglang_pat.config import VARIABLE  # noqa: E402
-from sglang_pat.host.arguments import AdaptiveServerArgs  # noqa: E402
+from sglang_pat.host import adapter  # noqa: E402
 from sglang_pat.plugin import plugin  # noqa: E402
 from sglang_pat.server.attach import attach  # noqa: E402
 
@@ -25,9 +25,10 @@ def main(model: str) -> None:
             model_path=model, device="cpu", attention_backend="torch_native", max_total_tokens=4000, **given
         )
 
-    def told(args: ServerArgs) -> dict:
+    def told(given: ServerArgs) -> dict:
+        args = adapter.attach.find_adaptive(given)
         return {
-            "adaptive": isinstance(args, AdaptiveServerArgs),
+            "adaptive": args is not None and args.adaptive_tp,
             "tp": args.tp_size,
             "dp": args.dp_size,
             "base": str(args.spec.config.base),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
@@ -11,14 +10,21 @@ from sglang.srt.managers import io_struct as io
 
 from sglang_pat.host.controls import make_error_reply
 
-from .tokenizer_world import Manager
+from .tokenizer_world import Manager, Tokenized
 
 REPLIES = {
-    io.UpdateWeightFromDiskReqInput: lambda: io.UpdateWeightFromDiskReqOutput(True, "", 0),
-    io.UpdateWeightsFromTensorReqInput: lambda: io.UpdateWeightsFromTensorReqOutput(True, ""),
-    io.UpdateWeightsFromDistributedReqInput: lambda: io.UpdateWeightsFromDistributedReqOutput(True, ""),
-    io.UpdateWeightsFromIPCReqInput: lambda: io.UpdateWeightsFromIPCReqOutput(True, ""),
+    io.UpdateWeightFromDiskReqInput: lambda: io.UpdateWeightFromDiskReqOutput(success=True, message=""),
+    io.UpdateWeightsFromTensorReqInput: lambda: io.UpdateWeightsFromTensorReqOutput(success=True, message=""),
+    io.UpdateWeightsFromDistributedReqInput: lambda: io.UpdateWeightsFromDistributedReqOutput(success=True, message=""),
+    io.UpdateWeightsFromIPCReqInput: lambda: io.UpdateWeightsFromIPCReqOutput(success=True, message=""),
 }
+SESSIONS = {
+    getattr(io, f"{name}WeightUpdateReqInput"): getattr(io, f"{name}WeightUpdateReqOutput")
+    for name in ("Begin", "End")
+    if hasattr(io, f"{name}WeightUpdateReqInput")
+}
+"""The beginning and the end of a session of updates, where SGLang has them."""
+IN_SESSION = (io.UpdateWeightsFromTensorReqInput, io.UpdateWeightsFromDistributedReqInput)
 
 
 class Rank:
@@ -35,6 +41,7 @@ class Rank:
         self.aborted: set[str] = set()
         self.paused, self.flushed = "", True
         self.released: set[str] = set()
+        self.in_session = False
         self.heard = 0
         """What the server has heard of it."""
         self.news = asyncio.Event()
@@ -60,7 +67,7 @@ class Rank:
         return True
 
     def _handle(self, obj: Any) -> Any:
-        if isinstance(obj, SimpleNamespace):
+        if isinstance(obj, Tokenized):
             assert not self.released, f"{obj.rid} computes in memory that is released"
             if obj.rid.startswith(HEALTH_CHECK_RID_PREFIX) and self.requests:
                 return None  # SGLang's lets the next step answer it
@@ -73,7 +80,13 @@ class Rank:
                 self.waiting, self.running = self.requests, []
         elif isinstance(obj, io.ContinueGenerationReqInput):
             self.paused, self.running, self.waiting = "", self.requests, []
+        elif type(obj) in SESSIONS:
+            begins = type(obj).__name__.startswith("Begin")
+            assert self.in_session != begins, "sessions do not nest"
+            self.in_session = begins
+            return SESSIONS[type(obj)](success=True, message="")
         elif type(obj) in self.replies:
+            assert self.in_session == isinstance(obj, IN_SESSION) or not SESSIONS, "SGLang refuses it outside a session"
             running = [rid for rid in self.running if not rid.startswith(HEALTH_CHECK_RID_PREFIX)]
             assert self.paused or not running, f"new weights in the middle of {running}"
             return self.replies[type(obj)]()

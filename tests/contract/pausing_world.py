@@ -107,10 +107,13 @@ class World:
         self.updated.append(number)
 
     def release(self, tag: str) -> None:
-        self._calls("release", tag, self.manager.release_memory_occupation(io.ReleaseMemoryOccupationReqInput([tag])))
+        self._calls(
+            "release", tag, self.manager.release_memory_occupation(io.ReleaseMemoryOccupationReqInput(tags=[tag]))
+        )
 
     def resume(self, tag: str) -> None:
-        self._calls("resume", tag, self.manager.resume_memory_occupation(io.ResumeMemoryOccupationReqInput([tag])))
+        request = io.ResumeMemoryOccupationReqInput(tags=[tag])
+        self._calls("resume", tag, self.manager.resume_memory_occupation(request))
 
     def probe(self) -> None:
         rid = f"{HEALTH_CHECK_RID_PREFIX}_{len(self.calls)}"
@@ -159,7 +162,7 @@ class World:
                     self.check_aborted(call)
             elif call.open:
                 assert self.waits_rightly(call, aborting), f"{call.kind} {call.name} waits for nothing"
-        wanted = {rid for parts in self.manager._pat_parts.values() for rid, _ in parts}
+        wanted = {rid for parts in self.manager._pat_parts.values() for rid in parts}
         unwanted = {rid for rid in self.rank.running if not rid.startswith(HEALTH_CHECK_RID_PREFIX)} - wanted
         assert unwanted <= self.rank.aborted, "nobody waits for them, and they were not aborted"
         updates = [i for i, call in enumerate(self.calls) if call.kind == "update" and not call.open]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 def ask(**fields):
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -9,15 +11,22 @@ def ask(**fields):
     return GenerateReqInput(**({"input_ids": [7, 8]} | fields))
 
 
+def make_message(kind: type, **fields) -> Any:
+    """A message of SGLang's, with None for all that must be given and is not."""
+    from sglang_pat.host import adapter
+
+    return kind(**dict.fromkeys(name for name, required in adapter.controls.list_fields(kind) if required) | fields)
+
+
 def tokenize(params=None, **fields):
-    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
+
+    from sglang_pat.host import adapter
 
     made = SamplingParams(**(params or {}))
     made.normalize(None)
-    return TokenizedGenerateReqInput(
-        **dict(
-            rid="r", input_text="", input_ids=[7, 8], mm_inputs=None, sampling_params=made, return_logprob=True,
-            logprob_start_len=-1, top_logprobs_num=0, token_ids_logprob=None, stream=False,
-        ) | fields
+    known = dict(
+        rid="r", input_text="", input_ids=[7, 8], sampling_params=made, return_logprob=True, logprob_start_len=-1,
+        top_logprobs_num=0, stream=False,
     )  # fmt: skip
+    return make_message(adapter.controls.MarkableRequest, **known | fields)

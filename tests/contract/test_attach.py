@@ -83,11 +83,12 @@ def test_it_fails_closed(value):
 
 
 def test_every_setting_is_a_field_of_the_arguments():
-    from sglang_pat.host.arguments import AdaptiveServerArgs
+    from sglang_pat.host.arguments import AdaptiveFields, AdaptiveServerArgs
 
-    fields = AdaptiveServerArgs.__dataclass_fields__
+    fields = AdaptiveFields.__dataclass_fields__
+    plain = AdaptiveServerArgs(model_path="none")
     for setting in SETTINGS:
-        assert fields[setting.field].default == setting.default
+        assert fields[setting.field].default == getattr(plain, setting.field) == setting.default
     internal = {"pat_fraction_given", "pat_graphs_given", "pat_in_a_job"}
     assert {name for name in fields if name.startswith("pat_")} - internal == {s.field for s in SETTINGS}
     assert BASE_TP.field not in fields
@@ -98,7 +99,7 @@ def test_functions_that_would_not_be_called_are_refused(what, model, monkeypatch
     """AReaL's launcher and ROLL give their own; verl gives SGLang's."""
     from sglang.srt.entrypoints import engine
 
-    from sglang_pat.host.arguments import AdaptiveServerArgs
+    from sglang_pat.host.arguments import make_arguments
     from sglang_pat.launch import processes
     from sglang_pat.server.engine import AdaptiveEngine
 
@@ -108,7 +109,7 @@ def test_functions_that_would_not_be_called_are_refused(what, model, monkeypatch
     started = []
     monkeypatch.setattr(processes, "end_children", lambda: started.append("ended"))
     monkeypatch.setattr("sglang_pat.host.engine.start", lambda name, *_: started.append(name) or (None, None))
-    args = AdaptiveServerArgs(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True)
+    args = make_arguments(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True)
     line = f"^run_{what}_process_func is tests.contract.test_attach.*areal_run.*: an adaptive engine starts .* itself"
     with pytest.raises(ValueError, match=line):
         if what == "scheduler":

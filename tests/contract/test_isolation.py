@@ -16,7 +16,7 @@ from sglang_pat import messages
 from sglang_pat.dropped import FATAL, LOG_SECONDS, Dropped, IsolatingDispatcher, ReadableSocket
 from sglang_pat.layout import ParallelLayout
 
-from .requests_made import tokenize
+from .requests_made import make_message, tokenize
 
 pytestmark = pytest.mark.contract
 
@@ -289,13 +289,12 @@ def test_every_control_request_has_an_answer_for_failure():
     from sglang_pat.host.controls import CONTROLS, get_error, make_error_reply
 
     for kind, (reply, options) in CONTROLS.items():
-        answers = [make_error_reply(object.__new__(kind), ValueError("boom")) for _ in range(2)]
+        answers = [make_error_reply(make_message(kind), ValueError("boom")) for _ in range(2)]
         assert type(answers[0]) is reply
         merged = options["merge"](answers) if "merge" in options else answers[0]
         assert type(merged) is reply and not getattr(merged, "success", False)
         if options.get("needs_base"):  # the coordinator's own answer, where there is no way to the base layout
-            asked = object.__new__(kind)
-            asked.tags = None
+            asked = make_message(kind)
             (control,) = classify(asked)
             refused = control.refusal("no way")
             assert type(refused) is reply and get_error(refused) == "RuntimeError: no way"

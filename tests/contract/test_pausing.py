@@ -121,17 +121,17 @@ def test_a_stream_that_has_ended_aborts_nobody_afterwards():
 
 def test_new_weights_have_their_version_though_the_cache_was_not_flushed(monkeypatch):
     async def scene(world, manager):
-        said = io.UpdateWeightsFromTensorReqOutput(False, NOT_FLUSHED)
+        said = io.UpdateWeightsFromTensorReqOutput(success=False, message=NOT_FLUSHED)
         world.rank.replies[io.UpdateWeightsFromTensorReqInput] = lambda: said
-        request = io.UpdateWeightsFromTensorReqInput([], weight_version="8")
+        request = io.UpdateWeightsFromTensorReqInput(serialized_named_tensors=[], weight_version="8")
         updating = asyncio.ensure_future(manager.update_weights_from_tensor(request))
         await world.calm()
-        assert updating.result() == (False, NOT_FLUSHED) and manager.server_args.weight_version == "8"
+        assert updating.result() == (False, NOT_FLUSHED) and manager.pat_get_weight_version() == "8"
         said.message = f"{NOT_FLUSHED} | broken off"  # another replica's
         request.weight_version = "9"
         updating = asyncio.ensure_future(manager.update_weights_from_tensor(request))
         await world.calm()
-        assert not updating.result()[0] and manager.server_args.weight_version == "8"
+        assert not updating.result()[0] and manager.pat_get_weight_version() == "8"
 
     play(monkeypatch, scene)
 

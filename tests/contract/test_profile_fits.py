@@ -17,10 +17,10 @@ pytestmark = pytest.mark.contract
 
 
 def arguments(model, **options):
-    from sglang_pat.host.arguments import AdaptiveServerArgs
+    from sglang_pat.host.arguments import make_arguments
 
     base = dict(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True, dtype="float32")
-    return AdaptiveServerArgs(**base | options)
+    return make_arguments(**base | options)
 
 
 @pytest.fixture(scope="module")

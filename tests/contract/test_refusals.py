@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pickle
 from pathlib import Path
@@ -10,18 +9,20 @@ from pathlib import Path
 import pytest
 import sglang.srt.models as sglang_models
 
+from sglang_pat.host import adapter
 from sglang_pat.testing import models
 from sglang_pat.testing.models import ARCHITECTURES
 
 from .checkpoints import MIXTURES, write_mixture_config
+from .graphs import has_prefill_graphs, set_graphs
 
 pytestmark = pytest.mark.contract
 
 
 def arguments(model, **options):
-    from sglang_pat.host.arguments import AdaptiveServerArgs
+    from sglang_pat.host.arguments import make_arguments
 
-    return AdaptiveServerArgs(**dict(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True) | options)
+    return make_arguments(**dict(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True) | options)
 
 
 REFUSED = [  # flags of SGLang: test_flags_table.py
@@ -176,9 +177,9 @@ def test_graphs_and_weights_that_move_exclude_each_other(model):
     from sglang_pat.host.arguments import refuse_graphs
 
     args = arguments(model, pat_weights="reshard")
-    args.device = "cuda"
+    adapter.arguments.decide(args, device="cuda")
     refuse_graphs(args)
-    args.disable_cuda_graph = False
+    set_graphs(args, [1, 2])
     with pytest.raises(ValueError, match="--pat-weights reshard moves weights.*add --disable-cuda-graph") as caught:
         refuse_graphs(args)
     assert "\n" not in str(caught.value)
@@ -190,14 +191,14 @@ def test_each_layout_has_its_graphs_and_prefill_has_none(model):
     from sglang_pat.launch.spec import resolve_spec
 
     args = arguments(model, dp_size=4, pat_switch_at=3, pat_candidates="1,2,4")
-    assert args.disable_piecewise_cuda_graph
-    args.cuda_graph_bs, config = [1, 2, 4, 8, 16, 32], args.read_config()
+    assert not has_prefill_graphs(args)
+    every, config = [1, 2, 4, 8, 16, 32], args.read_config()
+    set_graphs(args, every)
     spec = resolve_spec(read_deployment(args))
-    sizes = {1: [1, 2, 4, 8, 16, 32], 2: [1, 2, 4, 8], 4: [1, 2, 4, 8]}
+    sizes = {1: every, 2: [1, 2, 4, 8], 4: [1, 2, 4, 8]}
     assert (spec.config, spec.graph_sizes, spec.gpus) == (config, sizes, (0, 1, 2, 3))
-    args.pat_graphs_given = True  # who names sizes means all layouts
-    assert resolve_spec(read_deployment(args)).graph_sizes == dict.fromkeys((1, 2, 4), args.cuda_graph_bs)
-    args.disable_cuda_graph = False
+    adapter.arguments.decide(args, pat_graphs_given=True)  # who names sizes means all layouts
+    assert resolve_spec(read_deployment(args)).graph_sizes == dict.fromkeys((1, 2, 4), every)
     assert format_gpu_lines(args, spec)[1:] == [
         "decode graphs: tp1 up to batch 32, tp2 up to batch 8, tp4 up to batch 8; "
         "prefill runs without CUDA graphs in every layout",
@@ -214,6 +215,6 @@ def test_views_show_one_engine_outside_and_one_replica_inside(model):
     assert outer.spec.config == args.read_config() and prepare_start(outer) is outer
     assert outer.max_total_tokens == outer.spec.memory.tokens
     assert pickle.loads(pickle.dumps(outer)).spec == outer.spec, "as each process gets it"
-    assert not {"spec", "_spec"} & set(dataclasses.asdict(outer)), "clients see the fields"
+    assert not {"spec", "_spec"} & set(adapter.arguments.get_fields(outer)), "clients see the fields"
     inner = make_rank_view(outer)
     assert (inner.tp_size, inner.dp_size) == (2, 1)

@@ -12,25 +12,37 @@ from types import SimpleNamespace
 import pytest
 from fastapi import Request
 
+from sglang_pat.host import adapter
 from sglang_pat.host.fixes import request_validation as validation
 from sglang_pat.host.fixes import stop_patterns
 from sglang_pat.messages import count_prefix_tokens, get_length_limit
 
-from .requests_made import ask, tokenize
+from .requests_made import ask, make_message, tokenize
 
 pytestmark = pytest.mark.contract
 
 VOCAB = 512
+UNKNOWN = {
+    "v0_5_23": (
+        "beam_width watermark "  # a switch does not carry beams, and watermarks are refused at start
+        "stop_strs stop_regex_strs stop_str_max_len stop_regex_max_len is_normalized ebnf_full_assistant"  # SGLang's own
+    )
+}
+"""Parameters that are refused, by the adapter of the version that has them."""
 TOKENIZER = SimpleNamespace(eos_token_id=2)
 
 
 def test_parameters_are_sglangs():
     """A new one would be refused."""
-    from sglang.srt.sampling.sampling_params import SamplingParams
+    from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
-    theirs = inspect.signature(SamplingParams).parameters
+    theirs = {name: parameter.default for name, parameter in inspect.signature(SamplingParams).parameters.items()}
+    theirs |= {"top_k": -1} if theirs["top_k"] == TOP_K_ALL else {}  # two ways to say it
     ours = validation.Sampling()
-    assert {name: getattr(ours, name) for name in ours.__struct_fields__} == {n: p.default for n, p in theirs.items()}
+    assert theirs.keys() - ours.__struct_fields__ == set(UNKNOWN.get(adapter.FOLDER, "").split())
+    assert {name: getattr(ours, name) for name in ours.__struct_fields__} == {
+        name: value for name, value in theirs.items() if name in ours.__struct_fields__
+    }
 
 
 @pytest.mark.parametrize(
@@ -213,7 +225,10 @@ def test_a_rank_looks_through_the_end_of_a_response_only(monkeypatch):
     params = SimpleNamespace(stop_strs=[], stop_regex_strs=["x"], stop_str_max_len=0, stop_regex_max_len=2**30)
     decode = SimpleNamespace(decode=lambda ids: "x" + "y" * (len(ids) - 1))
     req = SimpleNamespace(sampling_params=params, output_ids=[0] * 9000, tokenizer=decode)
-    req.tail_str = lambda: Req.tail_str(req)
+    req.tail_str = lambda *accepted: Req.tail_str(req, *accepted)
+    if hasattr(Req, "_stop_match_tail_len"):
+        req._stop_match_tail_len = lambda accepted: Req._stop_match_tail_len(req, accepted)
+        req._locate_str_stop_finished_len = lambda accepted, **_: len(req.output_ids)
     assert not Req._check_str_based_finish(req), "the x lies too far back"
     req.output_ids = [0] * 4096
     assert Req._check_str_based_finish(req)
@@ -231,7 +246,6 @@ def test_length_limits_have_32_bits():
 
 def test_a_request_that_names_its_round_is_reported_under_that_name():
     """And not to SGLang, which makes a cycle of references of each request with ``custom_params``."""
-    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     from sglang_pat.coordinator.process import classify
@@ -243,8 +257,8 @@ def test_a_request_that_names_its_round_is_reported_under_that_name():
         ({"pat_limit": 9}, "", {"pat_limit": 9}),
         (None, "", None),
     ):
-        obj = object.__new__(TokenizedGenerateReqInput)
-        obj.rid, obj.input_ids, obj.sampling_params = "a", [1, 2], SamplingParams(custom_params=custom)
+        given = dict(rid="a", input_ids=[1, 2], sampling_params=SamplingParams(custom_params=custom))
+        obj = make_message(adapter.controls.MarkableRequest, **given)
         (work,) = classify(obj)
         assert (work.round, obj.sampling_params.custom_params) == (name, left)
         work.mark(name or "guessed")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -13,6 +12,7 @@ from sglang.srt.managers import tokenizer_manager as sglang_manager
 from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput, GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_pat.host import adapter
 from sglang_pat.host.fixes import request_validation
 from sglang_pat.server.tokenizer import AdaptiveTokenizerManager
 
@@ -22,6 +22,26 @@ SETTINGS = dict.fromkeys(
     "incremental_streaming_output enable_lora enable_trace language_only enable_tokenizer_batch_encode "
     "enable_dp_attention enable_priority_scheduling speculative_algorithm".split()
 )
+PUBLISHED = dict(weight_version="7", skip_tokenizer_init=True, batch_notify_size=16, load_format="auto")
+"""Arguments that SGLang 0.5.23 reads where they are published."""
+
+
+class Transports:
+    """What SGLang 0.5.23 has beside its sockets, for requests with images."""
+
+    async def prepare_for_dispatch_async(self, inputs: Any) -> list[Any]:
+        return []
+
+    def prepare_for_dispatch(self, requests: Any) -> list[Any]:
+        return []
+
+    def cancel_for_dispatch(self, prepared: Any) -> None: ...
+
+
+class Tokenized(SimpleNamespace):
+    """A request as it goes to a rank."""
+
+    def wrap_pickle_fields(self) -> None: ...
 
 
 class Manager(AdaptiveTokenizerManager):
@@ -34,15 +54,9 @@ class Manager(AdaptiveTokenizerManager):
     def __init__(self, monkeypatch) -> None:
         monkeypatch.setattr(sglang_manager, "wrap_shm_features", lambda obj: obj)
         monkeypatch.setattr(request_validation, "check_request", lambda *_: None)
-        self.server_args = SimpleNamespace(
-            **SETTINGS,
-            weight_version="7",
-            skip_tokenizer_init=True,
-            batch_notify_size=16,
-            dp_size=1,
-            tokenizer_worker_num=1,
-            load_format="auto",
-        )
+        self.server_args = SimpleNamespace(**SETTINGS, **PUBLISHED, dp_size=1, tokenizer_worker_num=1)
+        if adapter.FOLDER != "v0_5_12":
+            self._publish(monkeypatch)
         self.rid_to_state, self.event_loop, self.tokenizer = {}, asyncio.get_event_loop_policy(), None
         self.dump_requests_folder = self.crash_dump_folder = ""
         self.enable_metrics = self.enable_priority_scheduling = self.is_pause = self._pat_calibrates = False
@@ -58,7 +72,19 @@ class Manager(AdaptiveTokenizerManager):
         self.is_pause_cond = self.model_update_lock = None
         self.pat_init_states()
 
-    def _sends(self, obj: Any) -> asyncio.Future:
+    def _publish(self, monkeypatch) -> None:
+        from sglang.srt import runtime_context
+
+        context = runtime_context.RuntimeContext(parallel=runtime_context.ParallelContext())
+        monkeypatch.setattr(runtime_context, "_CONTEXT", context)
+        monkeypatch.setattr(runtime_context, "_PARALLEL", context.parallel)
+        context.override_server_args(**PUBLISHED).install()
+        self.cuda_vmm_feature_transport = self.positional_embeds_transport = Transports()
+        self.enable_lora = self.enable_trace = self.incremental_streaming_output = False
+        self.mm_processor, self.tokenizer_ipc_name, self.encoder_dispatch_ready = None, None, {}
+        self.elastic_worker_count, self.skip_tokenizer_init, self.model_path = 1, True, "m"
+
+    def _sends(self, obj: Any, **_: Any) -> asyncio.Future:
         self.sent.append(obj)
         sent = asyncio.get_running_loop().create_future()
         sent.set_result(None)
@@ -69,14 +95,14 @@ class Manager(AdaptiveTokenizerManager):
         if len(obj.text) > LONGEST:
             raise ValueError("too long")
         stats = self.rid_to_state[obj.rid].time_stats
-        return SimpleNamespace(
+        return Tokenized(
             rid=obj.rid, stream=obj.stream, sampling_params=SamplingParams(), time_stats=stats, mm_inputs=None
         )
 
     @property
     def requests(self) -> list[str]:
         """Ids of those that went to a rank."""
-        return [one.rid for one in self.sent if isinstance(one, SimpleNamespace)]
+        return [one.rid for one in self.sent if isinstance(one, Tokenized)]
 
     @property
     def aborted(self) -> list[str]:
@@ -95,7 +121,7 @@ class Manager(AdaptiveTokenizerManager):
 
     async def told(self, rid: str, reason: str | None = None) -> None:
         """A token of a request, the last one if there is a ``reason``."""
-        values = dict.fromkeys((field.name for field in fields(BatchTokenIDOutput)), None)
+        values = dict.fromkeys(name for name, _ in adapter.controls.list_fields(BatchTokenIDOutput))
         values |= {name: [0] for name in ("prompt_tokens", "reasoning_tokens", "completion_tokens", "cached_tokens")}
         values |= {"rids": [rid], "output_ids": [[5]], "retraction_counts": [0]}
         values["finished_reasons"] = [reason and {"type": reason}]

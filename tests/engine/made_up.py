@@ -27,9 +27,9 @@ def main(model: str) -> None:
 def read_fingerprint(model: str) -> Fingerprint:
     """In a process that may import SGLang."""
     shim.ensure()
-    from sglang_pat.host.arguments import AdaptiveServerArgs, make_fingerprint
+    from sglang_pat.host.arguments import make_arguments, make_fingerprint
 
-    args = AdaptiveServerArgs(model_path=model, tp_size=1, dp_size=2, adaptive_tp=True, dtype="float32")
+    args = make_arguments(model_path=model, tp_size=1, dp_size=2, adaptive_tp=True, dtype="float32")
     return make_fingerprint(args, args.read_config(), kv_tokens=4096, max_running=8)
 
 

@@ -6,8 +6,7 @@ TokenizerManager, HTTP clients and RL frameworks see one engine of ``tp * dp`` r
 rank's scheduler one replica of the base layout (:func:`make_rank_view`).  Every refusal is a ``ValueError`` of one
 line.
 
-What SGLang decides is in the fields of the arguments that :func:`prepare_start` returns, and of the views made of them.
-In those before it is only with :func:`resolve`, and read by the adapter.
+What SGLang decides is in the fields of the arguments that :func:`resolve` returns, and of the views made of them.
 """
 
 from __future__ import annotations
@@ -205,7 +204,7 @@ def prepare_start(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
     check_sglang()
     check_overrides()
     get_private_folder()
-    args = adapter.arguments.make_view(resolve(args))
+    args = resolve(args)
     spec = resolve_spec(read_deployment(args))
     view = make_outer_view(args if spec.memory is None else set_pool_size(args, spec.memory), spec)
     if args.device == "cuda":
@@ -391,6 +390,8 @@ def _find_unsupported_reason(model: ModelConfig, config: Any) -> str | None:
 
 def refuse_graphs(args: AdaptiveServerArgs) -> None:
     """Raise ``ValueError`` where decode graphs cannot be; to be called once SGLang has decided on them."""
+    if (given := adapter.arguments.find_refused_graphs(args)) is not None:
+        raise ValueError(f"--adaptive-tp does not support {given}: its graphs are pieces that know one layout")
     on_cpu = adapter.arguments.get_fields(args)["device"] == "cpu"
     if args.pat_weights == "reshard" and not on_cpu and adapter.arguments.has_decode_graphs(args):
         raise ValueError(

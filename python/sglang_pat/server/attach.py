@@ -47,12 +47,12 @@ def _make_arguments(given: dict[str, Any]) -> Any:
     """Prepared arguments of an adaptive engine on as many ranks as these fields of stock arguments have GPUs.
 
     Raises:
-        ValueError: as ``AdaptiveServerArgs`` and :func:`~sglang_pat.host.arguments.prepare_start`.
+        ValueError: as :func:`~sglang_pat.host.arguments.prepare_start`.
     """
-    from sglang_pat.host.arguments import AdaptiveServerArgs, prepare_start
+    from sglang_pat.host.arguments import make_arguments, prepare_start
 
     assert _settings is not None, "attached"
     tp, dp, own = given["tp_size"], given["dp_size"], dict(_settings)
     base = own.pop(settings.BASE_TP.name, tp if dp > 1 else settings.BASE_TP.default)
     given["tp_size"], given["dp_size"] = settings.compute_base_layout(base, tp * dp, _where)
-    return prepare_start(AdaptiveServerArgs(**given, adaptive_tp=True, pat_in_a_job=True, **own))
+    return prepare_start(make_arguments(**given, adaptive_tp=True, pat_in_a_job=True, **own))

@@ -27,6 +27,7 @@ from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, TokenizedGenerateReqInput
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
+from sglang_pat.host import adapter
 from sglang_pat.host.fixes.stop_patterns import LONGEST_TEXT, MAX_OTHERS, check_patterns
 from sglang_pat.messages import GENERATED_PARAM, LIMIT_PARAM, ROUND_PARAM, ClientName
 
@@ -274,6 +275,7 @@ def check_tokenized(req: TokenizedGenerateReqInput, vocab: int, tokenizer: Any, 
         raise ValueError(f"session_params.id is {req.session_params.id!r}, must be a string")
     if req.return_routed_experts and not routed:
         raise ValueError("return_routed_experts: not without --enable-return-routed-experts; leave it out")
+    adapter.request_validation.check_tokenized(req)
     check_whole("routed_experts_start_len", req.routed_experts_start_len, 0, len(req.input_ids))
     if req.return_indexer_topk:
         raise ValueError("return_indexer_topk: the model has no indexer; leave it out")

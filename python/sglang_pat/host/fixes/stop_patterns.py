@@ -52,9 +52,12 @@ def install_bounded_tail() -> None:
     assign(Req, tail_str=tail_str)
 
 
-def tail_str(req: Req) -> str:
-    """End of the response that SGLang searches, of bounded length; a complete stop string is in it."""
-    text = _stock_tail(req)
+def tail_str(req: Req, *accepted: int) -> str:
+    """End of the response that SGLang searches, of bounded length; a complete stop string is in it.
+
+    ``accepted``: tokens of the last step, where SGLang says so.
+    """
+    text = _stock_tail(req, *accepted)
     return text[-LONGEST_TEXT:] if req.sampling_params.stop_regex_strs else text
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from sglang.srt.server_args import ServerArgs
@@ -43,7 +43,7 @@ def read(args: Any) -> Any:
 
 def get_fields(args: ServerArgs) -> dict[str, Any]:
     """All fields by name."""
-    return vars(args)
+    return {field.name: getattr(args, field.name) for field in fields(args)}
 
 
 def decide(args: ServerArgs, **values: Any) -> None:
@@ -74,6 +74,11 @@ def disable_prefill_graphs(args: Any) -> None:
 def has_decode_graphs(args: Any) -> bool:
     """Whether decode graphs are captured, on a device that has them."""
     return not args.disable_cuda_graph
+
+
+def find_refused_graphs(args: Any) -> str | None:
+    """The flag, with its value, of graphs that know one layout; None if there are none such.  None can be given."""
+    return None
 
 
 def list_graph_sizes(args: Any) -> tuple[int, ...]:

@@ -9,6 +9,9 @@ from sglang.srt.managers import io_struct as io
 
 from sglang_pat.host.assign import assign
 
+MarkableRequest = io.TokenizedGenerateReqInput
+"""The class of a request that has room for the coordinator's mark (``messages.ROUND_MARK``)."""
+
 
 def list_controls(weights: dict[str, Any]) -> dict[type, tuple[type, dict[str, Any]]]:
     """Control requests that only this version has: reply type, and fields of ``Control``."""

@@ -43,9 +43,9 @@ def make_class(name: str, ours: type, fill_in: Callable[[Any, Callable[[], None]
 
 
 def resolve(args: Args) -> Args:
-    """``args`` with all that is left open filled in; it is itself, and its fields stay as they were given."""
+    """A view of ``args`` with all that is left open filled in; the fields of ``args`` stay as they were given."""
     args.resolve_once()
-    return args
+    return make_view(args)
 
 
 def read(args: Any) -> Any:
@@ -93,6 +93,15 @@ def disable_prefill_graphs(args: Any) -> None:
 def has_decode_graphs(args: Any) -> bool:
     """Whether decode graphs are captured, on a device that has them."""
     return _get_decode(args).backend != Backend.DISABLED
+
+
+def find_refused_graphs(args: Any) -> str | None:
+    """The flag, with its value, of graphs that know one layout; None if there are none such."""
+    config = resolution_result(args, "cuda_graph_config")
+    for phase, allowed in (("decode", (Backend.FULL, Backend.DISABLED)), ("prefill", (Backend.DISABLED,))):
+        if (backend := getattr(config, phase).backend) not in allowed:
+            return f"--cuda-graph-backend-{phase} {backend}"
+    return None
 
 
 def list_graph_sizes(args: Any) -> tuple[int, ...]:
