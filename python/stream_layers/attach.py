@@ -95,10 +95,10 @@ def measure(engine: Any) -> JudgeMemory:
         ValueError: the shape of the model is unknown.
     """
     import torch
-    from sglang.srt.distributed import get_world_group
+    from sglang.srt.distributed import parallel_state
     from sglang.srt.utils import get_available_gpu_memory
 
-    model, world = engine.model_config, get_world_group()
+    model, world = engine.model_config, parallel_state.get_world_group()
     gpu = torch.get_device_module(engine.device).current_device()
     # As SGLang counts what is free; the rank that has least, so that all choose alike.
     free = get_available_gpu_memory(engine.device, gpu, world.world_size > 1, cpu_group=world.cpu_group)

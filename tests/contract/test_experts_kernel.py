@@ -11,14 +11,18 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sglang_pat.cpu import shim
+from sglang_pat.host import adapter
 
 pytestmark = [pytest.mark.contract, pytest.mark.slow]
+
+OLD = adapter.FOLDER == "v0_5_12"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +77,26 @@ def align(topk_ids: torch.Tensor, block: int, experts: int) -> tuple[torch.Tenso
     return tuple(torch.tensor(values, dtype=torch.int32) for values in (tokens, blocks, [padded]))
 
 
-def prepare_sglang() -> None:
-    """SGLang's sequence of kernels as on a GPU, with stand-ins for those that are not Triton's."""
+def give_arguments(write) -> None:
+    """Have SGLang's functions find the arguments that they look at; ``write`` sets attributes of a module."""
     from sglang.srt import server_args
-    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe, fused_moe_triton_config
 
     given = SimpleNamespace(enable_deterministic_inference=False, enable_fused_moe_sum_all_reduce=False)
-    server_args._global_server_args = given
+    if OLD:
+        write(server_args, _global_server_args=given)
+        return
+    settings = SimpleNamespace(moe=given, deterministic=given)
+    write(fused_moe, get_exec=lambda: settings, get_parallel=lambda: SimpleNamespace(tp_group=None))
+    write(fused_moe, is_allocation_symmetric=lambda: False, is_arch_support_pdl=lambda: False)
+    write(fused_moe_triton_config, get_exec=lambda: settings)
+
+
+def prepare_sglang() -> None:
+    """SGLang's sequence of kernels as on a GPU, with stand-ins for those that are not Triton's."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+
+    give_arguments(lambda module, **values: vars(module).update(values))
 
     def silu_and_mul(both, out):
         gate, up = both.chunk(2, dim=1)
@@ -108,17 +125,16 @@ def teach_interpreter_bfloat16() -> None:
 
 def check(case: Case) -> None:
     """In a process with ``TRITON_INTERPRET=1``."""
-    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe, fused_moe_triton_kernels, override_config
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe, override_config
 
     from sglang_pat.host.experts import UNQUANTISED, PiecewiseExperts
     from sglang_pat.host.experts_triton import multiply_gate_up
     from sglang_pat.host.fixes import float32
 
-    fused_moe.invoke_fused_moe_kernel = (
-        float32._multiply_by_experts
-        if case.dtype == torch.float32
-        else fused_moe_triton_kernels.invoke_fused_moe_kernel
-    )
+    kernels = inspect.getmodule(adapter.experts.fused_moe_kernel.fn)
+    stock = kernels.invoke_fused_moe_kernel
+    mended = partial(float32._multiply_by_experts, stock)
+    fused_moe.invoke_fused_moe_kernel = mended if case.dtype == torch.float32 else stock
     (gate, up), w2 = make_weights(case)
     copy, w2_copy = torch.cat([gate, up], dim=1), w2.contiguous()
     assert case.tp == 1 or not w2.is_contiguous()
@@ -188,14 +204,13 @@ def test_interpreted_they_give_what_copies_give():
 def test_blocks_are_those_that_sglang_takes_for_copies(tp, tuned, monkeypatch):
     """By SGLang's files for an H100, of which there is none for 96 rows."""
     pytest.importorskip("triton")
-    from sglang.srt import server_args
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe, fused_moe_triton_config
 
     from sglang_pat.host import experts
 
     asked = []
 
-    monkeypatch.setattr(server_args, "_global_server_args", SimpleNamespace(enable_deterministic_inference=False))
+    give_arguments(lambda module, **values: [monkeypatch.setattr(module, *pair) for pair in values.items()])
     monkeypatch.setattr(fused_moe_triton_config, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(fused_moe, "moe_align_block_size", lambda ids, block, experts: (block, experts, None))
     monkeypatch.setattr(experts, "multiply_gate_up", lambda *given, config: asked.append((*given[4:], config)))
@@ -217,7 +232,7 @@ def test_blocks_are_those_that_sglang_takes_for_copies(tp, tuned, monkeypatch):
         wanted = fused_moe._prepare_fused_moe_run(
             x, w13[:, : 2 * size].contiguous(), w2.contiguous(), ids, block_shape=None, **experts.UNQUANTISED
         )
-        assert (config, *order) == (wanted[0], *wanted[3:]) and ("num_warps" in config) == tuned
+        assert (config, *order) == (wanted[0], *wanted[-3:]) and ("num_warps" in config) == tuned
         assert order == order_down and config_down == config and (weigh, each) == (True, 1)
     fused_moe_triton_config.get_moe_configs.cache_clear()
 
@@ -233,24 +248,33 @@ def test_what_are_no_two_ranges_of_one_weight_is_not_multiplied():
             multiply_gate_up(rest[0], w13[:, :2], wrong, *rest[1:])
 
 
+def read_arguments():
+    """SGLang's arguments of this process; None if it has none."""
+    if OLD:
+        from sglang.srt import server_args
+
+        return server_args._global_server_args
+    from sglang.srt import runtime_context
+
+    return runtime_context._CONTEXT._server_args
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_step_of_the_acceptance_runs_on_a_gpu_only(device, model, monkeypatch):
-    from sglang.srt import server_args
-
     from sglang_pat.acceptance import experts
     from sglang_pat.acceptance.bench import Bench
     from sglang_pat.acceptance.results import Result
 
     def compare(layer, batches, device, dtype) -> Result:
-        assert server_args.get_global_server_args().enable_deterministic_inference is False
+        assert read_arguments().enable_deterministic_inference is False
         assert (layer, device, dtype) == (experts.QWEN3_30B_A3B, "cuda", torch.bfloat16)
         return Result(verdict="passed", line="")
 
-    monkeypatch.setattr(server_args, "_global_server_args", None)
     monkeypatch.setattr(experts, "compare", compare)
+    before = read_arguments()
     bench = Bench(device=device, ranks=2, folder=model, small=model, mixture=model, large=model)
     assert experts.experts(bench).verdict == {"cpu": "left out", "cuda": "passed"}[device]
-    assert server_args._global_server_args is None
+    assert read_arguments() is before
 
 
 # -- compiled for an H100, which need not be here
@@ -275,10 +299,11 @@ def compile_for_h100(kernel, blocks: tuple[int, int, int, int, int, int], kind: 
     absent = "a_desc b_desc bias_ptr a_scale_ptr b_scale_ptr add_mask_ptr".split()
     zero = "stride_bias_e stride_bias_n stride_asm stride_ask stride_bse stride_bsk stride_bsn group_n group_k".split()
     off = "MUL_ROUTED_WEIGHT use_fp8_w8a8 use_int8_w8a8 use_int8_w8a16 per_channel_quant c_sorted filter_expert swap_ab"
-    off += " FUSE_ADD_TO_OUTPUT FUSE_SUM_ALL_REDUCE"
+    off += " FUSE_ADD_TO_OUTPUT MASK_OUTPUT FUSE_SUM_ALL_REDUCE FUSE_SWIGLU USE_GDC GDC_EARLY"
     dtype = {"bf16": tl.bfloat16, "fp32": tl.float32}[kind]
     constants |= dict.fromkeys(absent) | dict.fromkeys(zero, 0) | dict.fromkeys(off.split(), False)
-    constants |= dict.fromkeys(("stride_ak", "stride_bk", "stride_cn", "ROUTER_TOPK"), 1)
+    constants |= dict.fromkeys(("stride_ak", "stride_bk", "stride_cn", "ROUTER_TOPK", "A_OUTPUT_SLICES"), 1)
+    constants |= dict.fromkeys(("A_OUTPUT_SLICE_WIDTH", "A_OUTPUT_SLICE_K"), 0)
     constants |= {"top_k": 8, "compute_type": dtype, "even_Ks": True}
     constants = {name: value for name, value in constants.items() if name in names}
     weights = dict.fromkeys(("x", "gate", "out", "a_ptr", "b_ptr", "c_ptr"), f"*{kind}")
@@ -295,9 +320,7 @@ def compile_for_h100(kernel, blocks: tuple[int, int, int, int, int, int], kind: 
 )
 def test_it_compiles_to_what_sglangs_kernel_is(blocks, monkeypatch, tmp_path):
     pytest.importorskip("triton")
-    from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_kernels import fused_moe_kernel
-
-    from sglang_pat.host.experts_triton import _multiply
+    from sglang_pat.host.experts_triton import _multiply, fused_moe_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     ours, stock = (compile_for_h100(kernel, blocks) for kernel in (_multiply, fused_moe_kernel))

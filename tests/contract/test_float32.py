@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import inspect
 import os
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.layers.attention.triton_ops import decode_attention, extend_attention
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
+from sglang_pat.host import adapter
 from sglang_pat.host.fixes.float32 import force_float32
 
 pytestmark = pytest.mark.contract
 
+OLD = adapter.FOLDER == "v0_5_12"
+
 
 def make_norm(args, monkeypatch) -> RMSNorm:
     """A norm as SGLang builds it on a GPU, of a rank with these arguments."""
-    monkeypatch.setattr("sglang.srt.layers.utils.multi_platform._is_cuda", True)
+    if OLD:
+        monkeypatch.setattr("sglang.srt.layers.utils.multi_platform._is_cuda", True)
+    else:
+        monkeypatch.setattr("sglang.kernels.fused_op._platform_key", lambda: "cuda")
     monkeypatch.setattr(RMSNorm, "forward_cuda", RMSNorm.forward_cuda)  # put back after the test
     monkeypatch.setattr(fused_moe, "invoke_fused_moe_kernel", fused_moe.invoke_fused_moe_kernel)  # put back, too
     monkeypatch.setenv("TRITON_F32_DEFAULT", "")  # put back, too
     monkeypatch.delenv("TRITON_F32_DEFAULT")
+    monkeypatch.setattr(adapter.arguments, "read", lambda given: given)
     force_float32(SimpleNamespace(**args))
     return RMSNorm(8, eps=1e-6)
 
@@ -42,7 +49,9 @@ def test_in_float32_on_a_gpu(monkeypatch, dtype):
 
 @pytest.mark.parametrize("args", [{"device": "cuda", "dtype": "bfloat16"}, {"device": "cpu", "dtype": "float32"}])
 def test_otherwise_they_are_sglangs(monkeypatch, args):
-    assert make_norm(args, monkeypatch)._forward_method.__func__ is not RMSNorm.forward_native
+    norm = make_norm(args, monkeypatch)
+    method = norm._forward_method if OLD else norm._resolve_forward_method()
+    assert method.__func__ is not RMSNorm.forward_native
     assert "TRITON_F32_DEFAULT" not in os.environ
 
 
@@ -67,11 +76,21 @@ def test_experts_are_not_rounded(monkeypatch, mended):
     monkeypatch.setattr(fused_moe, "invoke_fused_moe_kernel", multiply_by_experts)
     monkeypatch.setattr(fused_moe, "moe_sum_reduce_triton", lambda each, out, _: out.copy_(each.sum(1)))
     args = SimpleNamespace(enable_fused_moe_sum_all_reduce=False)
-    monkeypatch.setattr(fused_moe, "get_global_server_args", lambda: args)
+    if OLD:
+        monkeypatch.setattr(fused_moe, "get_global_server_args", lambda: args)
+    else:
+        monkeypatch.setattr(fused_moe, "get_exec", lambda: SimpleNamespace(moe=args))
+        monkeypatch.setattr(fused_moe, "get_parallel", lambda: SimpleNamespace(tp_group=None))
+        monkeypatch.setattr(fused_moe, "is_allocation_symmetric", lambda: False)
     if mended:
         make_norm({"device": "cuda", "dtype": "float32"}, monkeypatch)
     plain = set(inspect.signature(fused_moe._fused_moe_kernel_sequence).parameters)
-    options = dict.fromkeys(plain) | {"activation": "silu", "is_gated": True, "down_moe_use_tma": False, "config": {}}
+    options = dict.fromkeys(plain) | {
+        "activation": "silu",
+        "is_gated": True,
+        "down_moe_use_tma": False,
+        "config": {"BLOCK_SIZE_M": 16},
+    }
     options |= {"hidden_states": x, "w1": gate_up, "w2": down, "topk_weights": weights, "topk_ids": chosen}
     error = (fused_moe._fused_moe_kernel_sequence(**options) - wanted).abs().max()
     assert error < 1e-4 if mended else error > 1e-3, "SGLang no longer rounds them"
@@ -98,8 +117,9 @@ def test_triton_multiplies_without_tf32(monkeypatch, tmp_path):
     assert ".tf32" in compiled()
     make_norm({"device": "cuda", "dtype": "float32"}, monkeypatch)
     assert ".tf32" not in compiled()
-    for module in (extend_attention, decode_attention):
-        text = inspect.getsource(module)
+    folder = "sglang.srt.layers.attention.triton_ops" if OLD else "sglang.kernels.ops.attention"
+    for name in ("extend_attention", "decode_attention"):
+        text = inspect.getsource(import_module(f"{folder}.{name}"))
         assert "input_precision" not in text and "allow_tf32" not in text, "SGLang has a say of its own now"
 
 

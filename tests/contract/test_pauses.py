@@ -7,21 +7,28 @@ from types import SimpleNamespace
 
 import pytest
 from sglang.srt.managers import scheduler as stock
-from sglang.srt.managers.scheduler_runtime_checker_mixin import create_scheduler_watchdog
+from sglang.srt.managers.scheduler import create_scheduler_watchdog
 
-from sglang_pat.host.scheduler import AdaptiveScheduler
+from sglang_pat.host import adapter
 from sglang_pat.rank.step_gate import StepGate
 
 pytestmark = pytest.mark.contract
+
+AdaptiveScheduler = adapter.scheduler.AdaptiveScheduler
+OLD = adapter.FOLDER == "v0_5_12"
+TURN = "recv_requests" if OLD else "ingest_requests"
+"""SGLang's method with which each turn of its loop begins."""
 
 
 @pytest.fixture
 def scheduler(monkeypatch) -> AdaptiveScheduler:
     """One with a batch, whose loop turns by hand."""
-    monkeypatch.setattr(stock.Scheduler, "recv_requests", lambda self: [])
+    monkeypatch.setattr(stock.Scheduler, TURN, lambda self, *_: [])
+    monkeypatch.setattr(AdaptiveScheduler, "is_leader", False)
     made = AdaptiveScheduler.__new__(AdaptiveScheduler)
-    made.is_initializing, made.cur_batch, made.forward_ct = False, object(), 17
-    made.attn_tp_rank, made.gate, made._paused_turns = 1, StepGate(), 0
+    made.is_initializing, made.forward_ct = False, 17
+    setattr(made, adapter.loop.CURRENT, object())
+    made.gate, made._paused_turns = StepGate(), 0
     made.executor = SimpleNamespace(poll_command=lambda: None)
     made._engine_paused = False
     return made
@@ -30,13 +37,13 @@ def scheduler(monkeypatch) -> AdaptiveScheduler:
 def test_a_paused_loop_is_alive_as_long_as_it_turns(scheduler):
     watchdog = create_scheduler_watchdog(scheduler, watchdog_timeout=3600)
     assert watchdog.is_active()
-    scheduler._count_paused_turns(watchdog)
+    scheduler.count_paused_turns(watchdog)
     before = watchdog.get_counter()
-    scheduler.recv_requests()
+    getattr(scheduler, TURN)()
     assert watchdog.get_counter() == before, "a loop that makes no steps though it may is stuck"
     scheduler._engine_paused = True
     assert watchdog.get_counter() == before, "so is one that does not turn"
-    scheduler.recv_requests()
+    getattr(scheduler, TURN)()
     assert watchdog.get_counter() != before
     scheduler._engine_paused = False
     before = watchdog.get_counter()
@@ -46,15 +53,15 @@ def test_a_paused_loop_is_alive_as_long_as_it_turns(scheduler):
 
 def test_both_watchdogs_count_so(scheduler, monkeypatch):
     monkeypatch.setattr(stock.Scheduler, "init_watch_dog_memory_saver_input_blocker", lambda self: None)
-    monkeypatch.setattr(stock.Scheduler, "init_soft_watchdog", lambda self, args: None)
+    monkeypatch.setattr(stock.Scheduler, "init_soft_watchdog", lambda self, *_: None)
     for soft in (False, True):
         name = "soft_watchdog" if soft else "watchdog"
         setattr(scheduler, name, create_scheduler_watchdog(scheduler, watchdog_timeout=3600, soft=soft))
     scheduler.init_watch_dog_memory_saver_input_blocker()
-    scheduler.init_soft_watchdog(SimpleNamespace(soft_watchdog_timeout=3600))
+    scheduler.init_soft_watchdog(*([SimpleNamespace(soft_watchdog_timeout=3600)] if OLD else []))
     before = scheduler.watchdog.get_counter(), scheduler.soft_watchdog.get_counter()
     scheduler._engine_paused = True
-    scheduler.recv_requests()
+    getattr(scheduler, TURN)()
     assert all(old != new for old, new in zip(
         before, (scheduler.watchdog.get_counter(), scheduler.soft_watchdog.get_counter()), strict=True
     ))  # fmt: skip
@@ -64,7 +71,10 @@ class Batch:
     """As much of a batch as the loop keeps of it."""
 
     def __init__(self, *ended: bool) -> None:
-        self.reqs = [SimpleNamespace(finished=lambda ended=ended: ended, req_pool_idx=1) for ended in ended]
+        self.reqs = [
+            SimpleNamespace(finished=lambda ended=ended: ended, req_pool_idx=1, kv=SimpleNamespace(req_pool_idx=1))
+            for ended in ended
+        ]
         self.forward_mode = SimpleNamespace(is_extend=lambda: False)
         self.batch_is_full = False
 
@@ -80,7 +90,7 @@ class Batch:
 def test_a_flush_right_after_the_last_answer(scheduler, monkeypatch, ended, overlap):
     """What has ended in the last step is not pending; what has not is, and is left alone."""
     batch, processed = Batch(*ended), []
-    scheduler.running_batch = scheduler.last_batch = scheduler.cur_batch = batch
+    scheduler.running_batch = scheduler.last_batch = batch
     scheduler.waiting_queue, scheduler.chunked_req, scheduler.return_health_check_ipcs = [], None, []
     scheduler.enable_overlap, scheduler.result_queue = overlap, deque([("step", "result")] if overlap else [])
     scheduler.process_batch_result = lambda *step: processed.append(step)

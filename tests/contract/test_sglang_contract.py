@@ -98,7 +98,6 @@ def test_reseeding_is_sglangs():
     import numpy as np
     import torch
     from sglang.srt.utils import set_random_seed
-
     from sglang_pat.host.scheduler import set_seed
 
     def draw() -> tuple:

@@ -216,8 +216,8 @@ def read_engine(args, monkeypatch):
 
 def count_streamed(model, monkeypatch, setting: str, free: float, **given) -> int:
     """Layers that a rank streams with ``free`` GiB before its model is there."""
-    import sglang.srt.distributed
     import sglang.srt.utils
+    from sglang.srt.distributed import parallel_state
     from sglang.srt.server_args import ServerArgs
 
     from stream_layers.attach import make_offloader
@@ -225,7 +225,7 @@ def count_streamed(model, monkeypatch, setting: str, free: float, **given) -> in
     monkeypatch.setenv("SGLANG_PAT_STREAM_LAYERS", setting)
     monkeypatch.setattr(sglang.srt.utils, "get_available_gpu_memory", lambda *_, **__: free)
     world = SimpleNamespace(world_size=1, cpu_group=None)
-    monkeypatch.setattr(sglang.srt.distributed, "get_world_group", lambda: world)
+    monkeypatch.setattr(parallel_state, "get_world_group", lambda: world)
     on_cpu = dict(device="cpu", attention_backend="torch_native", dtype="float32", mem_fraction_static=0.5)
     args = ServerArgs(model_path=str(model), **on_cpu | given)
     return make_offloader(read_engine(args, monkeypatch)).start

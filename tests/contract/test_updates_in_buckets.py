@@ -14,12 +14,10 @@ from sglang_pat.cpu import shim
 pytestmark = pytest.mark.contract
 
 shim.ensure()
-from sglang.srt.model_executor.model_runner import ModelRunner  # noqa: E402
-
+from sglang_pat.host import adapter  # noqa: E402
 from sglang_pat.host.fixes import weight_updates as updates  # noqa: E402
-from sglang_pat.host.runner import AdaptiveTpModelWorker  # noqa: E402
-from sglang_pat.host.scheduler import AdaptiveScheduler  # noqa: E402
 
+Worker = adapter.weight_updates.WholeUpdatesTpModelWorker
 SHAPES = {"a": (2, 3), "b": (4,), "c": (5,)}
 
 
@@ -39,6 +37,43 @@ class Model(torch.nn.Module):
 def problem(tensors):
     wrong = [name for name, shape in tensors if SHAPES.get(name) != tuple(shape)]
     return f"{updates.REFUSED}: {wrong[0]} does not fit" if wrong else None
+
+
+def make_updater(worker, runner, monkeypatch):
+    """The function of SGLang's code that updates over IPC; returns success and message."""
+    if adapter.FOLDER == "v0_5_12":
+        from sglang.srt.model_executor.model_runner import ModelRunner
+
+        runner.update_weights_from_ipc = lambda request: ModelRunner.update_weights_from_ipc(runner, request)
+        return worker.update_weights_from_ipc
+    from sglang.srt.model_executor.model_runner_components import weight_updater as component
+
+    monkeypatch.setattr(component, "get_model", lambda: SimpleNamespace(weight_cache_mode="off"))
+    monkeypatch.setattr(component, "_unsupported_derived_weight_cache_error", lambda model: None)
+    named = dict.fromkeys(("tp_rank", "device", "gpu_id", "model_config", "custom_weight_loaders"))
+    named |= dict.fromkeys(("update_model_fields", "recapture_cuda_graph"))
+    runner.weight_updater = component.WeightUpdater(
+        **named, get_model=lambda: runner.model, get_model_runner=lambda: runner
+    )
+    updater = make_component(worker)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda group: None)
+
+    def update(request):
+        answer = updater.update_weights_from_ipc(request)
+        return answer.success, answer.message
+
+    return update
+
+
+def make_component(worker):
+    """0.5.23's component that updates weights."""
+    kind = adapter.mended_scheduler.MendedWeightUpdater
+    made = kind.__new__(kind)
+    made.tp_worker, made.draft_worker, made.metrics_collector, made.tp_cpu_group = worker, None, None, "group"
+    made.scheduler = SimpleNamespace(
+        count_update=lambda update, request: update(request), record_weight_version_change=lambda new_version: None
+    )
+    return made
 
 
 @pytest.fixture
@@ -66,13 +101,13 @@ def rank(monkeypatch):
     monkeypatch.setattr(extension, "get_device_id", lambda self: 0)
     model = Model()
     runner = SimpleNamespace(model=model)
-    runner.update_weights_from_ipc = lambda request: ModelRunner.update_weights_from_ipc(runner, request)
-    worker = AdaptiveTpModelWorker.__new__(AdaptiveTpModelWorker)
+    worker = Worker.__new__(Worker)
     worker._model_runner, worker.expected = runner, SimpleNamespace(find_problem=problem)
+    update_weights = make_updater(worker, runner, monkeypatch)
 
     def update(*given):
         buckets["here"] = given
-        answer = worker.update_weights_from_ipc(SimpleNamespace(zmq_handles={"GPU-0": "here"}))
+        answer = update_weights(SimpleNamespace(zmq_handles={"GPU-0": "here"}, weight_version=None, flush_cache=False))
         assert runner.model is model, "the stand-in is gone"
         return answer
 
@@ -105,5 +140,8 @@ def test_errors_of_the_sender_are_told_as_they_are(rank):
 def test_graphs_are_not_captured_again():
     """SGLang would make a graph runner that no layout knows of."""
     asked = SimpleNamespace(recapture_cuda_graph=True)
-    answer = AdaptiveScheduler.update_weights_from_disk(SimpleNamespace(), asked)
+    if adapter.FOLDER == "v0_5_12":
+        answer = adapter.scheduler.AdaptiveScheduler.update_weights_from_disk(SimpleNamespace(), asked)
+    else:
+        answer = make_component(None).update_weights_from_disk(asked)
     assert not answer.success and answer.message.startswith("recapture_cuda_graph: not with --adaptive-tp")

@@ -18,6 +18,7 @@ import torch
 from sglang_pat.acceptance.bench import Bench
 from sglang_pat.acceptance.results import Result
 from sglang_pat.cpu import shim
+from sglang_pat.host import adapter
 
 DEGREES, BATCHES = (2, 4, 8), (1, 8, 64, 512)
 """TP degrees, and requests of a batch.  One rank's part is measured, so one GPU is enough for all degrees."""
@@ -64,12 +65,9 @@ def experts(bench: Bench) -> Result:
 def use_arguments(model: str, flags: tuple[str, ...] = ()) -> Iterator[None]:
     """Have this process SGLang's arguments of an engine, which its choice of blocks reads."""
     shim.ensure()
-    from sglang.srt import server_args
-
     from profiler.launch import make_server_args
 
-    args = make_server_args(model, ["--tp", "1", "--dp", "2", *flags])
-    with mock.patch.object(server_args, "_global_server_args", args):
+    with adapter.lone.use_arguments(make_server_args(model, ["--tp", "1", "--dp", "2", *flags])):
         yield
 
 
@@ -116,7 +114,8 @@ def multiply(layer: Layer, tp: int, batch: int, device: str, dtype: torch.dtype)
 
     weights, ids = routed[0]
     config: Any
-    config, down_config, _, *order = fused_moe._prepare_fused_moe_run(x, w13_copy, down_copy, ids, **unquantised)
+    config, down_config, *rest = fused_moe._prepare_fused_moe_run(x, w13_copy, down_copy, ids, **unquantised)
+    order = rest[-3:]
 
     def launch(given: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, last: bool = False) -> torch.Tensor:
         """SGLang's kernel; ``last``: for the down projection."""

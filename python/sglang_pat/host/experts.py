@@ -110,10 +110,10 @@ class PiecewiseExperts(UnquantizedFusedMoEMethod):
         """
         rows, hidden = self.gate.shape[1:]
         w13: Any = SimpleNamespace(shape=(len(down), 2 * rows, hidden))  # all that is looked at
-        config, down_config, *_, tokens, experts, counts = fused_moe._prepare_fused_moe_run(
+        config, down_config, *rest = fused_moe._prepare_fused_moe_run(
             x, w13, down, ids, block_shape=None, **UNQUANTISED
         )
-        order = tokens, experts, counts
+        order = rest[-3:]  # before it, whether TMA is used
         gate_up = x.new_empty(ids.numel(), 2 * rows)
         multiply_gate_up(x, self.gate, self.up, gate_up, ids, *order, config=config)
         inner = x.new_empty(ids.numel(), rows)

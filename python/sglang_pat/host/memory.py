@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
 
 from sglang_pat.host.contract import SglangScheduler
+from sglang_pat.memory.plan import format_size
+
+logger = logging.getLogger(__name__)
 
 TAGS = (GPU_MEMORY_TYPE_WEIGHTS, GPU_MEMORY_TYPE_KV_CACHE)
+
+
+def log_kept(kept: int, gpu: int) -> None:
+    """Say in the log what is in use after a release; a rank keeps ``kept`` bytes by the plan."""
+    free, total = torch.cuda.mem_get_info()
+    logger.info(
+        "memory released: by the plan a rank keeps %s for context, communicators and graphs of all layouts; "
+        "GPU %d has %s of %s in use now, by whomever",
+        format_size(kept), gpu, format_size(total - free), format_size(total),
+    )  # fmt: skip
 
 
 class Saver:

@@ -11,9 +11,9 @@ from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.parallel_state import GroupCoordinator, init_model_parallel_group
-from sglang.srt.layers.dp_attention import initialize_dp_attention
-from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+from sglang.srt.server_args import ServerArgs
 
+from sglang_pat.host import adapter
 from sglang_pat.host.groups import set_global_groups
 from sglang_pat.host.layers import build_model
 
@@ -39,7 +39,7 @@ class LoneRank:
     """Builder of the models that a rank has in each layout, one in a process: SGLang's groups are global."""
 
     def __init__(self, server_args: ServerArgs) -> None:
-        set_global_server_args_for_scheduler(server_args)
+        adapter.lone.publish_arguments(server_args)
         self.config = ModelConfig.from_server_args(server_args)
         if not dist.is_initialized():
             store = Path(tempfile.mkdtemp()) / "store"
@@ -48,7 +48,7 @@ class LoneRank:
             )
         self._single = init_model_parallel_group([[0]], 0, "gloo", group_name="single")
         self.install(1, 0)
-        initialize_dp_attention(server_args=server_args, model_config=self.config)
+        adapter.lone.init_layers(server_args, self.config)
 
     def install(self, tp: int, tp_rank: int) -> None:
         """Be TP rank ``tp_rank`` of degree ``tp``."""

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import zmq
 from sglang.srt.managers.io_struct import (
     GetInternalStateReq,
@@ -40,7 +39,7 @@ from sglang.srt.observability.metrics_collector import SchedulerStats
 from sglang.srt.server_args import PortArgs
 
 from sglang_pat.checks import census, tokens
-from sglang_pat.host import groups, kv, seeds, tree
+from sglang_pat.host import groups, kv, memory, seeds, tree
 from sglang_pat.host import requests as host
 from sglang_pat.host.arguments import AdaptiveServerArgs
 from sglang_pat.host.assign import assign, assigned
@@ -50,7 +49,6 @@ from sglang_pat.host.outputs import ControlSender, RpcRelay
 from sglang_pat.host.v0_5_12.mended_scheduler import MendedScheduler
 from sglang_pat.host.v0_5_12.runner import AdaptiveTpModelWorker
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.memory.plan import format_size
 from sglang_pat.messages import Cancel, Compile, InjectPrefixes, Prepare, StepPermit, Switch, TraceQuery
 from sglang_pat.rank import degrees
 from sglang_pat.rank.channels import RankChannel
@@ -288,18 +286,9 @@ class AdaptiveScheduler(MendedScheduler):
 
     def release_memory_occupation(self, recv_req: Any) -> Any:
         output = super().release_memory_occupation(recv_req)
-        self._log_kept_memory()
-        return output
-
-    def _log_kept_memory(self) -> None:
         if self.rank == 0 and self.layouts.device == "cuda":
-            free, total = torch.cuda.mem_get_info()
-            plan = self.server_args.spec.memory
-            logger.info(
-                "memory released: by the plan a rank keeps %s for context, communicators and graphs of all layouts; "
-                "GPU %d has %s of %s in use now, by whomever",
-                format_size(plan.kept), self.gpu_id, format_size(total - free), format_size(total),
-            )  # fmt: skip
+            memory.log_kept(self.server_args.spec.memory.kept, self.gpu_id)
+        return output
 
     def flush_cache(self, empty_cache: bool = True) -> bool:
         success = super().flush_cache(empty_cache)

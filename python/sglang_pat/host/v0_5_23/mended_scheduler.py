@@ -91,7 +91,9 @@ class MendedWeightUpdater(SchedulerWeightUpdaterManager):
 
     def release_memory_occupation(self, recv_req: Any) -> Any:
         refuse_unless_idle(self.scheduler)
-        return super().release_memory_occupation(recv_req)
+        answer = super().release_memory_occupation(recv_req)
+        self.scheduler.report_release()
+        return answer
 
 
 class MendedScheduler(PartlyMendedScheduler):
@@ -109,6 +111,9 @@ class MendedScheduler(PartlyMendedScheduler):
 
     def record_outputs(self, reqs: list[Req]) -> None:
         """Called with requests before tokens of theirs go out."""
+
+    def report_release(self) -> None:
+        """Called when memory was released."""
 
     def init_weight_updater(self) -> None:
         super().init_weight_updater()

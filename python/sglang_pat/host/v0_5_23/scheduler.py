@@ -33,7 +33,7 @@ from sglang.srt.runtime_context import get_device, get_exec, get_observability, 
 from sglang.srt.server_args import PortArgs
 
 from sglang_pat.checks import census, tokens
-from sglang_pat.host import groups, kv, runner, seeds, tree
+from sglang_pat.host import groups, kv, memory, runner, seeds, tree
 from sglang_pat.host import requests as host
 from sglang_pat.host.assign import assign, assigned
 from sglang_pat.host.controls import SINGLES
@@ -310,6 +310,10 @@ class AdaptiveScheduler(MendedScheduler):
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         super().process_batch_result(batch, result)
         self.trace.end(self)
+
+    def report_release(self) -> None:
+        if self.rank == 0 and self.layouts.device == "cuda":
+            memory.log_kept(self.server_args.spec.memory.kept, get_device().gpu_id)
 
     def flush_cache(self, empty_cache: bool = True) -> bool:
         success = super().flush_cache(empty_cache)
