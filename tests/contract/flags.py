@@ -1,4 +1,5 @@
-"""What ``--adaptive-tp`` makes of each flag of SGLang: docs/flags.md says it for users, ``flags.csv`` flag by flag.
+"""What ``--adaptive-tp`` makes of each flag of SGLang: docs/flags.md says it for users, a file for each version of
+SGLang flag by flag.
 
     python -m tests.contract.flags        writes both
 
@@ -9,9 +10,11 @@ A field of SGLang's ``ServerArgs`` is in exactly one of the tables below or amon
 from __future__ import annotations
 
 import csv
-import dataclasses
 import fnmatch
+import inspect
 import io
+from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 
 from sglang_pat.cpu import shim
@@ -21,9 +24,12 @@ shim.ensure()
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from sglang_pat import settings  # noqa: E402
+from sglang_pat.host import adapter  # noqa: E402
 from sglang_pat.launch import refusals  # noqa: E402
+from sglang_pat.version import ADAPTERS  # noqa: E402
 
-PAGE, REGISTER = Path(__file__).parents[2] / "docs/flags.md", Path(__file__).with_name("flags.csv")
+PAGE = Path(__file__).parents[2] / "docs/flags.md"
+REGISTER = Path(__file__).with_name(f"flags_{adapter.FOLDER}.csv")
 WORKING = {
     "tests/engine/test_smoke.py": (
         "model_path port skip_server_warmup dtype max_total_tokens random_seed tp_size dp_size"
@@ -36,7 +42,7 @@ WORKING = {
         "dynamic_batch_tokenizer_batch_size dynamic_batch_tokenizer_batch_timeout "
         # what comes out, and in which pieces
         "stream_interval incremental_streaming_output stream_response_default_include_usage batch_notify_size "
-        "enable_return_hidden_states enable_custom_logit_processor enable_nan_detection enable_fp32_lm_head "
+        "enable_return_hidden_states enable_custom_logit_processor enable_fp32_lm_head "
         "preferred_sampling_params sampling_defaults enable_cache_report disable_tokenizer_batch_decode "
         "enable_tokenizer_batch_encode constrained_json_whitespace_pattern constrained_json_disable_any_whitespace "
         "sampling_backend attention_backend grammar_backend device disable_cuda_graph sleep_on_idle "
@@ -94,8 +100,7 @@ GPU = {
     "a kernel for norms and positions of queries and keys, which Qwen3-MoE has": "enable_fused_qk_norm_rope",
     "it needs the grammar backend xgrammar, which has no kernels for a CPU": "enable_strict_thinking",
     "CUDA graphs, which each layout has": (
-        "cuda_graph_max_bs cuda_graph_bs disable_cuda_graph_padding enable_cudagraph_gc enable_profile_cuda_graph "
-        "debug_cuda_graph"
+        "disable_cuda_graph_padding enable_cudagraph_gc enable_profile_cuda_graph debug_cuda_graph"
     ),
     "memory that RL frameworks have released between rounds": "enable_memory_saver enable_weights_cpu_backup",
 }
@@ -113,11 +118,11 @@ UNUSED = {
         "*mamba* linear_attn_* swa_full_tokens_ratio disable_hybrid_swa_memory"
     ),
     "MLA and sparse-attention models are refused": (
-        "nsa_* flashinfer_mla_disable_ragged disable_chunked_prefix_cache hisparse_config"
+        "flashinfer_mla_disable_ragged disable_chunked_prefix_cache hisparse_config"
     ),
     "multimodal models are refused": (
         "mm_* encoder_* limit_mm_data_per_request enable_*_mm_* enable_mm_global_cache disable_fast_image_processor "
-        "keep_mm_feature_on_device enable_precise_embedding_interpolation enable_adaptive_dispatch_to_encoder warmups"
+        "enable_precise_embedding_interpolation enable_adaptive_dispatch_to_encoder warmups"
     ),
     "the hierarchical cache is refused": "hicache_*",
     "prefill/decode disaggregation and multiplexing are refused": (
@@ -128,7 +133,7 @@ UNUSED = {
         "flashinfer_mxfp4_moe_precision disable_flashinfer_cutlass_moe_fp4_allgather"
     ),
     "what it is for is refused: offloading, prefill delaying, DP attention, context parallelism, diffusion": (
-        "offload_* kt_* prefill_delayer_* enable_dp_* prefill_cp_mode dllm_algorithm_config"
+        "offload_* kt_* prefill_delayer_* enable_dp_* dllm_algorithm_config"
     ),
     "what it is for is refused: two-batch overlap, records of experts": (
         "tbo_token_distribution_threshold expert_distribution_recorder_buffer_size"
@@ -142,12 +147,89 @@ UNUSED = {
     "every group's communicator is made at start": "pre_warm_nccl",
     "read by nothing in this SGLang": "num_continuous_decode_steps disable_outlines_disk_cache file_storage_path",
     "its tools are for gpt-oss, which is refused": "tool_server",
-    "prefill runs without CUDA graphs in every layout": "*piecewise_cuda_graph*",
     "it switches a refused flag off, and is always set": "enforce_disable_flashinfer_allreduce_fusion",
-    "the gRPC server is refused": "grpc_http_sidecar_port",
     "torch.compile is refused": "enable_torch_compile_debug_mode torch_compile_max_bs",
 }
 """Accepted, and without effect: reason -> fields, or patterns of what the other tables do not name."""
+
+_GRAPHS = "CUDA graphs, which each layout has"
+_MLA = "MLA and sparse-attention models are refused"
+_HYBRID = "hybrid, sliding-window and state-space models are refused"
+_MULTIMODAL = "multimodal models are refused"
+_EXPERTS = "expert parallelism is refused"
+_PREFILL = "prefill runs without CUDA graphs in every layout"
+_OTHERS = "what it is for is refused: offloading, prefill delaying, DP attention, context parallelism, diffusion"
+ONLY: dict[str, tuple[tuple[dict[str, str], dict[str, str]], ...]] = {
+    "v0_5_12": (
+        (WORKING, {"tests/engine/test_flags.py": "enable_nan_detection"}),
+        (GPU, {_GRAPHS: "cuda_graph_max_bs cuda_graph_bs"}),
+        (UNUSED, {_MULTIMODAL: "keep_mm_feature_on_device", "the gRPC server is refused": "grpc_http_sidecar_port"}),
+        (UNUSED, {_MLA: "nsa_*", _OTHERS: "prefill_cp_mode", _PREFILL: "*piecewise_cuda_graph*"}),
+    ),
+    "v0_5_23": (
+        (OUTSIDE, {
+            "it acts in the server alone, where no test shows it": (
+                "default_chat_template_kwargs return_input_ids return_output_ids trust_request_chat_template "
+                "enable_response_store enable_http_worker_reuseport"
+            ),
+            "no test shows it yet": (
+                "radix_eviction_policy_config retraction_policy return_hidden_states_mode stat_loggers"
+            ),
+        }),
+        (GPU, {
+            _GRAPHS: "cuda_graph_config cuda_graph_bs_decode cuda_graph_max_bs_decode disable_decode_cuda_graph",
+            "memory and kernels of a GPU": (
+                "enable_tf32_matmul bf16_gemm_backend enable_lean_attention flashinfer_autotune_skip_ops"
+            ),
+            "it needs the grammar backend xgrammar, which has no kernels for a CPU": (
+                "constrained_json_max_whitespace_cnt"
+            ),
+        }),
+        (UNUSED, {
+            _MLA: "dsa_* dsv4_* *_dsa_* enable_deepseek_v4_fp4_indexer qsa_indexer_dtype enable_linker_mla_dedup",
+            _HYBRID: (
+                "enable_linear_* linear_replayssm_cache_len swa_prefix_tails *_swa_bounded_replay c128_page_size "
+                "_swa_full_tokens_ratio_explicitly_set"
+            ),
+            _MULTIMODAL: (
+                "allowed_media_domains asr_* media_url_max_file_size_mb image_processor_backend trust_mm_content_hashes"
+            ),
+            _EXPERTS: (
+                "elastic_ep_* ep_join_rank_offset max_ep_size fuseep_mode enable_w4a4_mxfp4_megamoe "
+                "flashinfer_a2a_dispatch_type"
+            ),
+            _PREFILL: (
+                "cuda_graph_bs_prefill cuda_graph_max_bs_prefill cuda_graph_max_seq_len_prefill "
+                "cuda_graph_prefill_max_context disable_prefill_cuda_graph"
+            ),
+            _OTHERS: (
+                "ple_offload_* paged_experts_num_resident cp_strategy dcp_* disable_attn_tp_gather boundary_reduction "
+                "enable_cp_tp_group_sharing dllm_fdfo prefill_decode_interval_min_bs"
+            ),
+            "speculative decoding is refused": (
+                "decoupled_spec_* spec_trace_dir _speculative_draft_quantization_explicitly_set "
+                "return_aux_hidden_state_layer_ids"
+            ),
+            "quantisation is refused": "prefill_kv_cache_dequant_dtype",
+            "prefill/decode disaggregation and multiplexing are refused": "optimistic_prefill_attempts",
+            "watermarks are refused": "watermark_*",
+            "requests for it are refused": "sampling_mask_max_tokens",
+            "other caches and servers are refused": (
+                "lmcache_config_file flexkv_config_file unified_cache_* weight_cache_* kv_canary_* grpc_* sidecar_args "
+                "smg_http_sidecar_port http2_*"
+            ),
+            "what it is for is refused: tracing": "otlp_service_name trace_modules",
+            "the coordinator knows the load": "load_snapshot_publish_interval",
+            "it is for other devices": "mlx_enable_sampling disable_aiter_allreduce_fusion_*",
+            "SGLang sets it by itself": "_radix_eviction_policy_explicitly_set",
+        }),
+    ),
+}  # fmt: skip
+"""What only one version has, by its adapter: tables, and what is added to each."""
+
+for _table, _more in ONLY[adapter.FOLDER]:
+    for _reason, _names in _more.items():
+        _table[_reason] = f"{_table.get(_reason, '')} {_names}".strip()
 
 LIMITS = """\
 ## Limits of a replica
@@ -162,6 +244,11 @@ as it has replicas.
 - Priorities order the requests of a replica. A request preempts only those of its own replica.""".splitlines()
 
 
+def list_fields() -> list[str]:
+    """The fields of SGLang's ``ServerArgs``."""
+    return list(inspect.signature(ServerArgs).parameters)
+
+
 def classify_fields() -> dict[str, tuple[str, str]]:
     """field -> (status, test or reason).  A field in two tables is an error, and so is a pattern that fits nothing."""
     found: dict[str, tuple[str, str]] = {}
@@ -171,7 +258,7 @@ def classify_fields() -> dict[str, tuple[str, str]]:
     for name, status, note in rows:
         assert name not in found, f"{name} is in two tables"
         found[name] = status, note
-    left = [field.name for field in dataclasses.fields(ServerArgs) if field.name not in found]
+    left = [name for name in list_fields() if name not in found]
     for note, patterns in UNUSED.items():
         for pattern in patterns.split():
             fitting = fnmatch.filter(left, pattern)
@@ -183,9 +270,18 @@ def classify_fields() -> dict[str, tuple[str, str]]:
 
 def page() -> str:
     """docs/flags.md."""
-    refused: dict[str, list[str]] = {}
-    for refusal in refusals.REFUSED:
-        refused.setdefault(refusal.reason, []).append(refusal.field)
+    tables = {folder: import_module(f"sglang_pat.host.{folder}.refusals") for folder in sorted({*ADAPTERS.values()})}
+    versions = {folder: " and ".join(v for v, f in ADAPTERS.items() if f == folder) for folder in tables}
+    only = [
+        line
+        for folder, table in tables.items()
+        for line in (
+            "", f"Also, with SGLang {versions[folder]}:", "", *_format_reasons(refusals.list_refusals(table)), "",
+            *(f"- `{name}`: {reason}" for name, reason in table.ENVIRONMENT.items()),
+            *(f"- `{name}=0`: {reason}" for name, reason in table.MUST_BE_ON.items()),
+        )
+    ]  # fmt: skip
+    common = refusals.ENVIRONMENT.keys() - adapter.refusals.ENVIRONMENT.keys()
     lines = [
         "# Flags",
         "",
@@ -198,32 +294,37 @@ def page() -> str:
         "## SGLang's, under --adaptive-tp",
         "",
         "All flags work as in SGLang, but for those below, and those that are accepted without effect or act",
-        "on GPUs only: `tests/contract/flags.csv` says of each which it is, why, or which test shows it.",
+        "on GPUs only: `tests/contract/flags_*.csv` say of each, by version of SGLang, which it is, why, or",
+        "which test shows it.",
         "Names are those of SGLang's `ServerArgs`: `pp_size` is `--pp-size`.",
         "",
         "Refused at start, in one line that says what to change:",
         "",
-        *_format_reasons(refused),
+        *_format_reasons(refusals.IN_ALL),
         "",
         "Variables that are refused:",
         "",
-        *(f"- `{name}`: {reason}" for name, reason in refusals.ENVIRONMENT.items()),
+        *(f"- `{name}`: {reason}" for name, reason in refusals.ENVIRONMENT.items() if name in common),
+        *only,
         "",
         *LIMITS,
     ]
     return "\n".join(lines) + "\n"
 
 
-def _format_reasons(names: dict[str, list[str]]) -> list[str]:
+def _format_reasons(refused: Iterable[refusals.Refusal]) -> list[str]:
+    names: dict[str, list[str]] = {}
+    for refusal in refused:
+        names.setdefault(refusal.reason, []).append(refusal.field)
     rows = [f"| {', '.join(f'`{name}`' for name in some)} | {reason} |" for reason, some in names.items()]
     return ["| flag | reason |", "| --- | --- |", *rows]
 
 
 def register() -> str:
-    """``flags.csv``: a line a flag, in the order of SGLang's ``ServerArgs``."""
+    """The file of this version: a line a flag, in the order of SGLang's ``ServerArgs``."""
     found = classify_fields()
     text = io.StringIO()
-    rows = [(field.name, *found[field.name]) for field in dataclasses.fields(ServerArgs)]
+    rows = [(name, *found[name]) for name in list_fields()]
     csv.writer(text, lineterminator="\n").writerows([("flag", "status", "test or reason"), *rows])
     return text.getvalue()
 

@@ -1,15 +1,16 @@
-"""Every flag of SGLang is classified, refusals are one line, and docs/flags.md and ``flags.csv`` say the same."""
+"""Every flag of SGLang is classified, refusals are one line, and docs/flags.md and the registers say the same."""
 
 from __future__ import annotations
 
 import ast
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from sglang.srt.server_args import ServerArgs
 
+from sglang_pat.host import adapter
 from sglang_pat.host.arguments import make_arguments
 from sglang_pat.launch import refusals
 
@@ -26,7 +27,7 @@ def arguments(model, **options):
 
 def test_every_flag_is_classified():
     """A new SGLang version fails here, by the names of its new flags."""
-    fields = {field.name for field in dataclasses.fields(ServerArgs)}
+    fields = set(tables.list_fields())
     found = set(tables.classify_fields())
     assert not fields - found, f"flags that tests/contract/flags.py does not know: {sorted(fields - found)}"
     assert not found - fields, f"flags that SGLang no longer has: {sorted(found - fields)}"
@@ -60,7 +61,7 @@ def _option(field: str) -> str:
 
 @pytest.mark.parametrize("refusal", refusals.REFUSED, ids=lambda refusal: refusal.field)
 def test_refused_in_one_line(model, refusal):
-    kinds = {field.name: str(field.type) for field in dataclasses.fields(ServerArgs)}
+    kinds = {name: str(kind) for name, kind in get_type_hints(ServerArgs).items()}
     kind = kinds[refusal.field]
     value = True if "bool" in kind else 7 if "int" in kind else "x"
     with pytest.raises(ValueError) as caught:
@@ -70,15 +71,21 @@ def test_refused_in_one_line(model, refusal):
 
 
 def test_defaults_are_accepted(model):
-    refusals.refuse_flags(vars(ServerArgs(model_path=str(model), device="cpu")))
+    args = adapter.arguments.resolve(ServerArgs(model_path=str(model), device="cpu"))
+    refusals.refuse_flags(adapter.arguments.get_fields(args))
 
 
 def test_what_sglang_chooses_is_refused_too(model, monkeypatch):
     """As on Blackwell, where it chooses an attention backend with pages of 64 tokens."""
-    monkeypatch.setattr(ServerArgs, "_handle_page_size", lambda self: setattr(self, "page_size", 64))
+    if adapter.FOLDER == "v0_5_12":
+        monkeypatch.setattr(ServerArgs, "_handle_page_size", lambda self: setattr(self, "page_size", 64))
+    else:
+        from sglang.srt.arg_groups import pipeline
+
+        monkeypatch.setattr(pipeline, "_page_size_default", lambda view: {"page_size": 64})
     with pytest.raises(ValueError, match="--page-size 64: must be 1; choose the attention backend"):
         arguments(model)
-    ServerArgs(model_path=str(model), device="cpu")
+    adapter.arguments.resolve(ServerArgs(model_path=str(model), device="cpu"))
 
 
 def test_packed_weights_are_refused(model, monkeypatch):

@@ -1,8 +1,8 @@
 """A check at every start: whatever of ours replaces a method of SGLang's still replaces one.
 
-A method that SGLang no longer has under its name is never called, and nothing says so.  ``contract.txt`` has the names
-of all that we override.  So where a class of ours that is made of SGLang's has a method of such a name, SGLang must
-have it, too.  ``tests/engine/test_overrides.py`` traces that SGLang also calls it.
+A method that SGLang no longer has under its name is never called, and nothing says so.  The files ``contract.txt`` have
+the names of all that we override in any version.  So where a class of ours that is made of SGLang's has a method of
+such a name, SGLang must have it, too.  ``tests/engine/test_overrides.py`` traces that SGLang also calls it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from sglang_pat.launch.contract import SGLangMismatch, read_symbols
-from sglang_pat.version import SGLANG_VERSIONS
+from sglang_pat.launch.contract import SGLangMismatch, get_installed_version, read_symbols
+from sglang_pat.version import ADAPTERS
 
 FOLDER = f"{Path(__file__).parents[1]}/"
 """Folder in which the files of all our functions lie."""
@@ -60,12 +60,13 @@ def check_overrides() -> None:
         SGLangMismatch: SGLang would not call some of it; one line with the first.
     """
     if problem := next(filter(None, (override.find_problem() for override in list_overrides())), None):
-        raise SGLangMismatch(f"{problem}: install sglang=={SGLANG_VERSIONS[0]} as it was released")
+        raise SGLangMismatch(f"{problem}: install sglang=={get_installed_version()} as it was released")
 
 
 def list_overrides() -> Iterator[Override]:
     """Yield every override in the modules that this process has imported."""
-    marked = {symbol.name.rpartition(".")[2] for symbol in read_symbols() if "." in symbol.name} - {"__init__"}
+    symbols = [symbol for folder in sorted({*ADAPTERS.values()}) for symbol in read_symbols(folder)]
+    marked = {symbol.name.rpartition(".")[2] for symbol in symbols if "." in symbol.name} - {"__init__"}
     for kind in _list_classes():
         bases = [base for base in kind.__mro__ if _get_package(base) == "sglang"]
         for name, value in vars(kind).items():

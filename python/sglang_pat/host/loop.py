@@ -20,6 +20,7 @@ def drain(scheduler: SglangScheduler) -> None:
     """
     while scheduler.enable_overlap and scheduler.result_queue:
         scheduler.process_batch_result(*scheduler.result_queue.popleft())
+    adapter.loop.settle(scheduler)
     last = scheduler.last_batch
     if last is not None and last.forward_mode.is_extend():
         adapter.loop.leave_out(last, [r for r in (scheduler.chunked_req, last.chunked_req) if r])
@@ -126,9 +127,9 @@ def set_requests(scheduler: SglangScheduler, queued: list[Req], compiling: list[
     assign(
         scheduler,
         chunked_req=None,
-        _chunked_req_scheduled_last_iter=False,
         running_batch=ScheduleBatch(reqs=[], batch_is_full=False),
     )
+    adapter.loop.forget_chunk(scheduler)
     set_waiting(scheduler, queued, compiling)
 
 

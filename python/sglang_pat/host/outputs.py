@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,11 @@ class RpcRelay:
     """Stands for SGLang's ``recv_from_rpc``: requests come through the coordinator, replies go back to it."""
 
     def __init__(self, send: Callable[[Any], None]) -> None:
-        self._send = send
+        self._send, self._silent = send, os.eventfd(0)
+
+    def fileno(self) -> int:
+        """A descriptor on which nothing comes: a leader without work sleeps until something does, here or elsewhere."""
+        return self._silent
 
     def recv_pyobj(self, flags: int = 0) -> Any:
         raise zmq.Again()

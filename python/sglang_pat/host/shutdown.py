@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from sglang.srt.managers.tokenizer_manager import SignalHandler
 from sglang.srt.utils.watchdog import SubprocessWatchdog
 
+from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign
 from sglang_pat.launch import processes
 from sglang_pat.launch.processes import NAMED
@@ -52,7 +53,7 @@ class ShutdownSignalHandler(SignalHandler):
             # Not its stop(): that takes a lock, which this very thread may hold where the signal found it.
             manager._subprocess_watchdog.over = True
         try:
-            manager.dump_requests_before_crash()
+            adapter.shutdown.dump_requests(manager)
         finally:
             _end_all()
 

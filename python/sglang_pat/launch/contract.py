@@ -102,7 +102,7 @@ class Symbol:
         return tuple(one.arg for one in named if one is not None)[bound:]
 
 
-def read_symbols() -> list[Symbol]:
-    """All symbols of the ``contract.txt`` of the version that is installed."""
-    text = resources.files("sglang_pat").joinpath("host", find_folder(), "contract.txt").read_text()
+def read_symbols(folder: str | None = None) -> list[Symbol]:
+    """All symbols of the ``contract.txt`` of a version; of the one that is installed without its ``folder``."""
+    text = resources.files("sglang_pat").joinpath("host", folder or find_folder(), "contract.txt").read_text()
     return [Symbol.parse(line) for line in text.splitlines() if line and not line.startswith("#")]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_pat.host.assign import assign
+
 CURRENT = "cur_batch"
 """Attribute of the scheduler with the batch that runs."""
 
@@ -17,3 +19,12 @@ STEP_MARKS = ("profiler_start_forward_ct", "profiler_target_forward_ct")
 def leave_out(batch: Any, reqs: list[Any]) -> None:
     """Drop from a batch the requests that have ended, and ``reqs``."""
     batch.filter_batch(chunked_req_to_exclude=reqs)
+
+
+def settle(scheduler: Any) -> None:
+    """Do nothing: nothing is put off to the next step."""
+
+
+def forget_chunk(scheduler: Any) -> None:
+    """Forget what the last step did with a prompt in pieces, of which there is none now."""
+    assign(scheduler, _chunked_req_scheduled_last_iter=False)

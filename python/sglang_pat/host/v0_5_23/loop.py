@@ -19,3 +19,12 @@ STEP_MARKS = ("profiler_manager.profiler_start_forward_ct", "profiler_manager.pr
 def leave_out(batch: Any, reqs: list[Any]) -> None:
     """Drop from a batch the requests that have ended, and ``reqs``."""
     batch.filter_batch(reqs_to_exclude=reqs)
+
+
+def settle(scheduler: Any) -> None:
+    """End the prompt in pieces whose abort SGLang has put off to the next step, which other ranks may not take."""
+    scheduler.process_pending_chunked_abort()
+
+
+def forget_chunk(scheduler: Any) -> None:
+    """Do nothing: SGLang asks the request what the last step did."""

@@ -32,6 +32,7 @@ NOT_AT_ALL = {
         "enable_unified_memory enable_page_major_kv_layout enable_kv_cache_sharding enable_session_radix_cache "
         "radix_cache_backend enable_unified_cache_external_linker enable_flexkv enable_watermark min_free_slots_delay"
     ),
+    "the ranks of a group would each count rounds for themselves": "prefill_decode_interval",
     "every layer is cut by the degree of the layout": (
         "enable_dense_mlp_attn_tp enable_shared_experts_attn_tp shared_experts_tp_size enable_tp_lm_head_all_to_all "
         "enable_layernorm_sp enable_megamoe_for_layernorm_sp enable_scattered_sconv"

@@ -118,7 +118,7 @@ class AdaptiveScheduler(MendedScheduler):
         super().init_ipc_channels(port_args)
         assign(self, load_snapshot_writer=None)  # nobody reads it: the coordinator reports the load
         self.channel = RankChannel(zmq.Context.instance(), self._channel_address, self.rank)
-        channels = self.ipc_channels
+        channels = self._sockets = self.ipc_channels
         self._can_lead = channels.recv_from_rpc is not None
         self.output = OutputSender(channels.send_to_detokenizer, self.rank, degrees.add_degrees_to_output)
         control = ControlSender(self.channel.send_sglang, self.end_waiting)
@@ -134,7 +134,8 @@ class AdaptiveScheduler(MendedScheduler):
             super().init_metrics_collector()
 
     def init_idle_sleeper(self) -> None:
-        super().init_idle_sleeper()
+        with assigned(self, ipc_channels=self._sockets):
+            super().init_idle_sleeper()
         self._idle_sleeper = self.idle_sleeper
 
     def init_tp_model_worker(self) -> None:

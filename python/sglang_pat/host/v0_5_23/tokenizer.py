@@ -16,6 +16,7 @@ from sglang.srt.managers.load_snapshot import LoadSnapshot
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sglang_pat.host.v0_5_23.controls import MarkableRequest
+from sglang_pat.rank import degrees
 
 IN_SESSION = (UpdateWeightsFromTensorReqInput, UpdateWeightsFromDistributedReqInput)
 """Updates that ranks take between the beginning and the end of a session only."""
@@ -61,6 +62,15 @@ class StockTokenizerManager(TokenizerManager):
         finally:
             ended, message = await super().end_weight_update(EndWeightUpdateReqInput())
         return answer if ended or not answer[0] else (ended, message)
+
+    def update_request_meta_info(
+        self, meta_info: dict, state: Any, customized_info: dict, index: int, finish_reason: dict | None
+    ) -> None:
+        """Add to what a client gets of its request; SGLang takes each value for one of the tokens since the last."""
+        whole = customized_info.keys() & {degrees.KEY}
+        others = {key: values for key, values in customized_info.items() if key not in whole}
+        super().update_request_meta_info(meta_info, state, others, index, finish_reason)
+        meta_info.update({key: customized_info[key][index] for key in whole})
 
     async def get_loads(self, include: list[str] | None = None, dp_rank: int | None = None) -> list[LoadSnapshot]:
         """The load of the whole engine, as one replica's: SGLang reads it from a file that each replica writes."""
