@@ -47,8 +47,8 @@ def hook_arguments(refuse: Callable[[Any], None], error: type[Exception]) -> Non
     def check_and_adapt(args: ServerArgs) -> None:
         refuse(args)
         # SGLang's graphs for prefill are compiled pieces of the model, without the hooks that order the copies.
-        args.disable_piecewise_cuda_graph = True
-        args.sleep_on_idle = True  # the actor needs the CPU; and an idle judge looks at its memory once a second
+        assign(args, disable_piecewise_cuda_graph=True)
+        assign(args, sleep_on_idle=True)  # the actor needs the CPU; an idle judge looks at its memory once a second
         try:
             check(args)
         except (AssertionError, ValueError) as failure:

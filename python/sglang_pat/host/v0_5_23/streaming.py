@@ -59,22 +59,17 @@ def hook_arguments(refuse: Callable[[Any], None], error: type[Exception]) -> Non
             resolve(args)
         except (AssertionError, ValueError) as failure:
             raise error(format_one_line(failure)) from failure
-        refuse(_read(args))
+        refuse(SimpleNamespace(**arguments.get_fields(args)))
 
     assign(ServerArgs, resolve_once=resolve_and_adapt)
 
 
 def read_engine() -> Any:
     """Arguments of the engine that this process is a rank of, and ``model_config``."""
-    engine = _read(get_server_args())
-    engine.model_config, engine.enable_dp_attention = process_model_config(), get_parallel().attn_dp_enabled
-    return engine
+    more = {"model_config": process_model_config(), "enable_dp_attention": get_parallel().attn_dp_enabled}
+    return SimpleNamespace(**arguments.get_fields(get_server_args()) | more)
 
 
 def get_batch(found: Any) -> Any:
     """The batch in what the scheduler has chosen as its next step."""
     return found.batch_to_run
-
-
-def _read(args: ServerArgs) -> Any:
-    return SimpleNamespace(**arguments.get_fields(args))
