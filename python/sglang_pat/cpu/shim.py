@@ -10,6 +10,7 @@ import of the one module that it concerns. The same file serves this process (:f
 | torchvision's wheel is built for CUDA, its C library does not load | declares the two operators it misses |
 | SGLang's CUDA-IPC patch of ``torch.multiprocessing`` breaks CPU tensors | not applied without CUDA |
 | indices of prompt logprobs and routed experts are pinned, for which it takes a GPU | plain tensors without CUDA |
+| the gate of a shared expert is a Triton kernel (0.5.23) | by torch without CUDA |
 | SGLang takes the CPU path only if asked | sets ``SGLANG_USE_CPU_ENGINE=1`` unless it is set |
 """
 
@@ -155,7 +156,23 @@ def _pin_nothing(module: types.ModuleType) -> None:
         module.torch = _TorchWithoutPinning(module.torch)
 
 
+def _gate_by_torch(elementwise: types.ModuleType) -> None:
+    """Have torch gate a shared expert where there is no CUDA; SGLang (0.5.23) launches a Triton kernel everywhere."""
+    if elementwise.torch.cuda.is_available():
+        return
+
+    def multiply(hidden_states, gate_weight, shared_output):
+        return (hidden_states @ gate_weight).sigmoid().unsqueeze(-1) * shared_output
+
+    def multiply_and_add(hidden_states, gate_weight, shared_output, final_hidden_states):
+        final_hidden_states += multiply(hidden_states, gate_weight, shared_output)
+
+    elementwise.fused_gate_sigmoid_mul = multiply
+    elementwise.fused_gate_sigmoid_mul_add = multiply_and_add
+
+
 _AFTER_IMPORT = {
+    "sglang.kernels.ops.elementwise.elementwise": _gate_by_torch,
     "torchvision.extension": _declare_torchvision_ops,  # the first thing that torchvision imports
     "sglang.srt.utils.patch_torch": _keep_cpu_reductions,
     "sglang.srt.layers.logits_processor": _pin_nothing,
