@@ -290,3 +290,13 @@ def test_a_resumed_request_is_reported_as_its_response():
     reporter = load_reports.LoadReporter(None)
     reporter._account(resumed)
     assert reporter._finished == [Finished(5, first.pat_family, True, 2)]
+
+
+@pytest.mark.skipif(adapter.FOLDER == "v0_5_12", reason="SGLang 0.5.12 has no such parameters")
+def test_parameters_that_sglangs_routes_name_always():
+    """And those that a client has set are refused."""
+    given = {"n": 1, "watermark": None, "beam_width": 1, "ebnf_full_assistant": True}
+    assert validation.check_sampling_params(given) == {"n": 1, "ebnf_full_assistant": True}
+    for name, value in (("watermark", {"key": 1}), ("beam_width", 4)):
+        with pytest.raises(ValueError, match=f"unknown field `{name}`"):
+            validation.check_sampling_params({name: value})

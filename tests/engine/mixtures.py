@@ -10,6 +10,8 @@ import json
 import random
 from typing import Any
 
+from sglang_pat.host import adapter
+
 from .streams import Body, body
 
 TOKENS = 40
@@ -85,6 +87,24 @@ LEFT = {
     "nothing reads it for text": "return_bytes return_entropy",
     "needs a model that calls functions": "structural_tag",
 }
+
+if adapter.FOLDER == "v0_5_23":
+    LEFT |= {
+        "refused by name, and new": (
+            "return_sampling_mask sampling_logprobs_mode return_flat_raw_top_logprobs kv_hints token_indices_to_pool "
+            "beam_width watermark"
+        ),
+        "of images, and new": (
+            "mm_hashes mm_content_hashes video_config images_config mm_processor_kwargs encoder_urls"
+        ),
+        "not tried yet": (
+            "session_id return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64 max_thinking_tokens "
+            "return_prompt_token_ids cache_salt"
+        ),
+        "SGLang's own": (
+            "stop_strs stop_regex_strs stop_str_max_len stop_regex_max_len is_normalized ebnf_full_assistant"
+        ),
+    }
 
 
 def request(options: dict[str, Any], seed: int) -> Body:

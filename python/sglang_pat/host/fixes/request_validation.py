@@ -109,6 +109,7 @@ def check_sampling_params(given: Any) -> dict[str, Any]:
         plain["max_new_tokens"] = min(limit, INT32)  # SGLang lowers it to what there is room for
     if isinstance(ids := plain.get("stop_token_ids"), list | tuple | set):
         plain["stop_token_ids"] = [token for token in ids if token is not None]
+    taken = adapter.request_validation.take_params(plain)
     try:
         typed = msgspec.convert(plain, Sampling, strict=False)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -119,7 +120,7 @@ def check_sampling_params(given: Any) -> dict[str, Any]:
     _check_custom_params(params.get("custom_params"))
     if params.get("logit_bias"):
         params["logit_bias"] = {token: max(value, -MAX_BIAS) for token, value in params["logit_bias"].items()}
-    return params
+    return params | taken
 
 
 def _check_texts(name: str, texts: str | Sequence[str], most: int) -> None:
