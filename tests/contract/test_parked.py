@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from sglang.srt.managers import schedule_batch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from sglang_pat.host import adapter
 from sglang_pat.host.fixes import outputs
@@ -24,10 +25,12 @@ PROMPT = [5, 6, 7, 8]
 def request(rid: str, output: list[int], place: int | None = None) -> SimpleNamespace:
     """``place``: its line in the request table; None for one that waits."""
     held = len(PROMPT) + len(output) - 1
-    return SimpleNamespace(
+    made = SimpleNamespace(
         rid=rid, origin_input_ids=PROMPT, output_ids=output, extra_key=None, req_pool_idx=place, kv_committed_len=held,
-        extend_batch_idx=1 if output else 0,
+        extend_batch_idx=1 if output else 0, cache_salt=None,
     )  # fmt: skip
+    made.kv = made  # where 0.5.23 has its KV
+    return made
 
 
 def scheduler(decoding: list, waiting: list, tree: RadixCache, paused: bool = False) -> SimpleNamespace:
@@ -43,7 +46,7 @@ def scheduler(decoding: list, waiting: list, tree: RadixCache, paused: bool = Fa
 
 def leave(tree: RadixCache, req: SimpleNamespace, slots: list[int]) -> None:
     """As a switch does with one that it parks."""
-    key = RadixKey((req.origin_input_ids + req.output_ids)[:-1], None)
+    key = adapter.tree.make_key(req, (req.origin_input_ids + req.output_ids)[:-1])
     tree.insert(InsertParams(key=key, value=torch.tensor(slots)))
 
 
@@ -64,7 +67,7 @@ def test_those_that_are_parked_offer_their_kv_after_those_that_decode():
 
 
 def test_who_has_lost_some_of_its_kv_brings_the_rest():
-    tree = RadixCache.create_simulated(mock_allocator=SimpleNamespace(device="cpu", free=lambda slots: None))
+    tree = RadixCache.create_simulated(mock_allocator=Mock(device="cpu"))
     parked, other = request("one", [11, 12, 13]), request("two", [21, 22])
     leave(tree, parked, [31, 32, 33, 34, 35, 36])
     leave(tree, other, [31, 32, 33, 34, 41])
@@ -88,7 +91,7 @@ def test_prompts_in_pieces_bring_what_is_computed(paused):
     """The one that is being computed, and those that an earlier switch has brought; last, as they do not decode."""
     tree = RadixCache.create_simulated()
     fresh, waits, now = request("fresh", []), begun("waits"), begun("now", place=1)
-    tree.insert(InsertParams(key=RadixKey(PROMPT[:2], None), value=torch.tensor([31, 32])))
+    tree.insert(InsertParams(key=adapter.tree.make_key(waits, PROMPT[:2]), value=torch.tensor([31, 32])))
     rank = scheduler([], [fresh, waits], tree, paused)
     rank.chunked_req, rank.req_to_token_pool.req_to_token[1] = now, torch.arange(16) + 200
     found, waiting, rows = requests.split_by_kv(rank)

@@ -91,6 +91,7 @@ def test_a_flush_right_after_the_last_answer(scheduler, monkeypatch, ended, over
     """What has ended in the last step is not pending; what has not is, and is left alone."""
     batch, processed = Batch(*ended), []
     scheduler.running_batch = scheduler.last_batch = batch
+    scheduler._pending_chunked_abort_req = None
     scheduler.waiting_queue, scheduler.chunked_req, scheduler.return_health_check_ipcs = [], None, []
     scheduler.enable_overlap, scheduler.result_queue = overlap, deque([("step", "result")] if overlap else [])
     scheduler.process_batch_result = lambda *step: processed.append(step)
