@@ -16,6 +16,7 @@ import aiohttp
 import pytest
 
 from sglang_pat.checks import faults
+from sglang_pat.host import adapter
 from sglang_pat.memory.plan import read_available_memory
 from sglang_pat.predict.profile import Fingerprint
 from sglang_pat.testing import models
@@ -26,10 +27,11 @@ from . import stock_answers, weight_updates
 from .made_up import fingerprint
 from .streams import open_session
 
+GRAPH_SIZES: str = adapter.arguments.GRAPH_SIZES_FLAG
 MODELS = Path(__file__).resolve().parents[2] / ".cache" / "models"
 REHEARSAL = Path(__file__).resolve().parents[1] / "rehearsal"
 """A plug-in of SGLang's: decode graphs on a CPU."""
-AS_ON_CUDA = "--pat-cpu-overlap --pat-kv-exchange alltoall --cuda-graph-bs 1 2 3 4 8 --chunked-prefill-size 128".split()
+AS_ON_CUDA = f"--pat-cpu-overlap --pat-kv-exchange alltoall {GRAPH_SIZES} 1 2 3 4 8 --chunked-prefill-size 128".split()
 """CUDA's default configuration, but for the sizes: batches above 8 run without a graph."""
 KEEP = 4
 """Servers that a worker keeps alive at once: 0.4 to 0.8 GiB each, and 2 to 7% of a core while they idle."""

@@ -12,7 +12,7 @@ from sglang_pat.testing import models
 from sglang_pat.testing.server import Server, ServerDied
 from stream_layers.plan import JudgeMemory
 
-from .conftest import MODELS
+from .conftest import GRAPH_SIZES, MODELS
 
 LAYERS = 7
 GREEDY = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
@@ -38,7 +38,7 @@ def stream(servers, model, count: int | str, order: str, *flags: str) -> Server:
     env = servers.rehearsal | {"STREAM_REHEARSAL": order}
     if "--tp" in flags:
         env["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
-    return servers.get(model, "--stream-layers", str(count), "--cuda-graph-bs", "1", "2", "4", *flags, env=env)
+    return servers.get(model, "--stream-layers", str(count), GRAPH_SIZES, "1", "2", "4", *flags, env=env)
 
 
 def answer(server: Server) -> tuple[list[list[int]], list[float]]:

@@ -60,6 +60,9 @@ def make_view(args: Args, **values: Any) -> Args:
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
 
+GRAPH_SIZES_FLAG = "--cuda-graph-bs"
+"""Flag with the sizes of the batches that get decode graphs."""
+
 
 def are_graph_sizes_given(args: Any) -> bool:
     """Whether the user has said for which batch sizes decode graphs are captured."""
