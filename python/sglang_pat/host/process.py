@@ -52,9 +52,11 @@ def run_rank(
         # What SGLang compiles are a few tiny functions; asking the C++ compiler what it can do takes seconds.
         torch.compiler.set_stance("force_eager")
     try:
-        adapter.scheduler  # noqa: B018 (imported here, so that its overrides are checked)
+        from sglang_pat.host.scheduler import AdaptiveScheduler
+
         check_overrides()
-        scheduler = adapter.process.make_scheduler(rank, channel_address, args, port_args, gpu_id, tp_rank)
+        places = adapter.process.list_places(gpu_id, tp_rank)
+        scheduler = AdaptiveScheduler(rank, channel_address, server_args=args, port_args=port_args, **places)
         pipe_writer.send(scheduler.get_init_info())
         pipe_writer.close()
         scheduler.run_event_loop()

@@ -13,11 +13,6 @@ def configure(args: Any, rank: int, gpu_id: int, tp_rank: int) -> None:
     configure_scheduler_process(args, gpu_id, rank, 0, 0, 0, 0, None)
 
 
-def make_scheduler(rank: int, channel_address: str, args: Any, port_args: Any, gpu_id: int, tp_rank: int) -> Any:
-    """Build the scheduler of the rank."""
-    from sglang_pat.host.v0_5_12.scheduler import AdaptiveScheduler
-
-    return AdaptiveScheduler(
-        rank, channel_address, server_args=args, port_args=port_args, gpu_id=gpu_id, tp_rank=tp_rank, moe_ep_rank=0,
-        pp_rank=0, attn_cp_rank=0, moe_dp_rank=0, dp_rank=None,
-    )  # fmt: skip
+def list_places(gpu_id: int, tp_rank: int) -> dict[str, Any]:
+    """What a scheduler is told of its place, beside the arguments."""
+    return dict(gpu_id=gpu_id, tp_rank=tp_rank, moe_ep_rank=0, pp_rank=0, attn_cp_rank=0, moe_dp_rank=0, dp_rank=None)

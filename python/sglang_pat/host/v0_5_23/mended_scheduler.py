@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.managers.io_struct import (
@@ -109,19 +108,9 @@ class MendedScheduler(PartlyMendedScheduler):
         assert isinstance(self.output_streamer, MendedOutputStreamer), "this is the class given"
         self.output_streamer.scheduler = self
 
-    def record_outputs(self, reqs: list[Req]) -> None:
-        """Called with requests before tokens of theirs go out."""
-
-    def report_release(self) -> None:
-        """Called when memory was released."""
-
     def init_weight_updater(self) -> None:
         super().init_weight_updater()
         self.weight_updater = remake(self.weight_updater, MendedWeightUpdater)
-
-    def count_update(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
-        """Called with SGLang's ``update`` of the weights, which it runs."""
-        return update(recv_req)
 
     def init_grammar_manager(self) -> None:
         self.grammar_manager = RebuildingGrammarManager(self)

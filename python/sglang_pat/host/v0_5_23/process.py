@@ -18,8 +18,6 @@ def configure(args: Any, rank: int, gpu_id: int, tp_rank: int) -> None:
     configure_scheduler_process(args, gpu_id)
 
 
-def make_scheduler(rank: int, channel_address: str, args: Any, port_args: Any, gpu_id: int, tp_rank: int) -> Any:
-    """Build the scheduler of the rank."""
-    from sglang_pat.host.v0_5_23.scheduler import AdaptiveScheduler
-
-    return AdaptiveScheduler(rank, channel_address, server_args=args, port_args=port_args)
+def list_places(gpu_id: int, tp_rank: int) -> dict[str, Any]:
+    """What a scheduler is told of its place, beside the arguments: nothing, it was published."""
+    return {}
