@@ -18,6 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.host import adapter, loop
 from sglang_pat.host.fixes.weight_updates import NOT_FLUSHED
+from sglang_pat.host.scheduler import AdaptiveScheduler
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import LoadReport, Step
 from sglang_pat.rank.load_reports import LoadReporter
@@ -41,7 +42,7 @@ def request(ended: bool) -> SimpleNamespace:
     )  # fmt: skip
 
 
-class Rank(adapter.scheduler.AdaptiveScheduler):
+class Rank(AdaptiveScheduler):
     """One whose two running requests have all ended in the last step: no other had room beside them."""
 
     is_leader = True

@@ -10,11 +10,11 @@ from sglang.srt.managers import scheduler as stock
 from sglang.srt.managers.scheduler import create_scheduler_watchdog
 
 from sglang_pat.host import adapter
+from sglang_pat.host.scheduler import AdaptiveScheduler
 from sglang_pat.rank.step_gate import StepGate
 
 pytestmark = pytest.mark.contract
 
-AdaptiveScheduler = adapter.scheduler.AdaptiveScheduler
 OLD = adapter.FOLDER == "v0_5_12"
 TURN = "recv_requests" if OLD else "ingest_requests"
 """SGLang's method with which each turn of its loop begins."""

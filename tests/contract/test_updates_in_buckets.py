@@ -16,6 +16,7 @@ pytestmark = pytest.mark.contract
 shim.ensure()
 from sglang_pat.host import adapter  # noqa: E402
 from sglang_pat.host.fixes import weight_updates as updates  # noqa: E402
+from sglang_pat.host.scheduler import AdaptiveScheduler  # noqa: E402
 
 Worker = adapter.weight_updates.WholeUpdatesTpModelWorker
 SHAPES = {"a": (2, 3), "b": (4,), "c": (5,)}
@@ -141,7 +142,7 @@ def test_graphs_are_not_captured_again():
     """SGLang would make a graph runner that no layout knows of."""
     asked = SimpleNamespace(recapture_cuda_graph=True)
     if adapter.FOLDER == "v0_5_12":
-        answer = adapter.scheduler.AdaptiveScheduler.update_weights_from_disk(SimpleNamespace(), asked)
+        answer = AdaptiveScheduler.update_weights_from_disk(SimpleNamespace(), asked)
     else:
         answer = make_component(None).update_weights_from_disk(asked)
     assert not answer.success and answer.message.startswith("recapture_cuda_graph: not with --adaptive-tp")

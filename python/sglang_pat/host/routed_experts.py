@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer
 
 from sglang_pat.cpu.windows import Windows
 from sglang_pat.host import adapter
@@ -27,8 +26,13 @@ from sglang_pat.host.assign import assign
 from sglang_pat.rank.routed_rows import Table
 from sglang_pat.switch.plan import GroupPlan, LiveRequest, list_slots_once, match_slots
 
+if TYPE_CHECKING:
+    from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer as StockTable
+else:
+    StockTable = adapter.routed_experts.StockTable
 
-class RoutedExperts(RoutedExpertsCapturer):
+
+class RoutedExperts(StockTable):
     """SGLang's ``RoutedExpertsCapturer`` with tables that go through switches, of small integers.
 
     Tables take a quarter of the memory, or half.
@@ -75,9 +79,6 @@ class RoutedExperts(RoutedExpertsCapturer):
 
     def get_topk(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return super().get_topk(*args, **kwargs).int()  # as its clients read it
-
-    def destroy(self) -> None:
-        """Do nothing where SGLang 0.5.23 lets go of its own table, which is pinned."""
 
     # -- a switch --------------------------------------------------------------------------------------------
 

@@ -8,8 +8,16 @@ from typing import Any
 
 import torch
 from sglang.srt.state_capturer import base
+from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer
 
 from sglang_pat.host.assign import assigned
+
+
+class StockTable(RoutedExpertsCapturer):
+    """The class that ours is made of."""
+
+    def destroy(self) -> None:
+        """Do nothing where SGLang lets go of its own table, which is pinned."""
 
 
 def skip_table() -> AbstractContextManager[None]:
