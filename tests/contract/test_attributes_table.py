@@ -10,8 +10,8 @@ from sglang.srt.managers.scheduler_recv_skipper import SchedulerRecvSkipper
 
 from sglang_pat.checks import agreement as check
 from sglang_pat.checks import attributes
+from sglang_pat.host import adapter, loop
 from sglang_pat.host import census as inside
-from sglang_pat.host import loop
 
 pytestmark = pytest.mark.contract
 
@@ -106,7 +106,7 @@ def test_nothing_is_gathered_outside_test_builds_and_in_a_group_of_one(monkeypat
 
 
 def test_what_is_taken_is_classified_as_equal():
-    for path in loop.COUNTERS:
+    for path in adapter.loop.COUNTERS:
         assert attributes.find_line(f"Scheduler.{path}").kind == "group"
 
 

@@ -211,7 +211,8 @@ def get_updater(rank):
 def test_memory_is_released_on_all_ranks_or_on_none(others, monkeypatch, caplog):
     """``others``: whether they are idle; this rank is."""
     rank, released = Rank(), []
-    rank.layouts, rank.gpu_id = SimpleNamespace(device="cuda", groups=SimpleNamespace(world="all ranks")), 3
+    groups, runner = SimpleNamespace(world="all ranks"), SimpleNamespace(gpu_id=3)
+    rank.layouts = SimpleNamespace(device="cuda", groups=groups, runner=runner)
     rank.server_args = SimpleNamespace(spec=SimpleNamespace(memory=SimpleNamespace(kept=5 << 29)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 << 30, 80 << 30))
     caplog.set_level("INFO")

@@ -27,8 +27,6 @@ READS = {"cpu", "item", "tolist", "numpy", "nonzero", "to", "cuda", "synchronize
 IN_HOST_MEMORY = {
     ("host/tree.py", "leave_kv", "numpy"): "the tree's slots are uploaded when all are entered",
     ("switch/requests.py", "send_capsules", "numpy"): "capsules travel in host memory",
-    ("host/requests.py", "write_state", "tolist"): "arrays of a capsule",
-    ("host/requests.py", "unseal", "tolist"): "arrays of a capsule",
     ("host/batches.py", "read_sampled_tokens", "tolist"): "in no pause: test builds, after a step",
     ("switch/executor.py", "_vote", "item"): "votes go through shared memory",
     ("switch/requests.py", "is_engine_idle", "item"): "in no pause: before memory is released, as a vote",

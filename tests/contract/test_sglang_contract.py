@@ -73,7 +73,24 @@ LOCAL = (
     "metadata_buffer_index pooled_hidden_state hisparse_staging dllm_phase dllm_block_offset dllm_config dllm_ids "
     "dllm_incomplete_ids"
 ).split()
-"""Attributes that the receiving rank makes anew."""
+"""Attributes that the receiving rank makes anew, in any version of SGLang."""
+
+LOCAL_SINCE_0_5_23 = (
+    # given again by the tokenized request
+    "cache_salt return_flat_raw_top_logprobs return_hidden_states_mode logprob mm_audio_tokens mm_image_tokens "
+    "mm_video_tokens mm_token_counts_ready "
+    # given again by the new pools and tree, or by the batch that computes a piece of the prompt
+    "kv lock cache_request_handle extend_end full_untruncated_fill_ids prefix_len inflight_middle_chunks "
+    "num_matched_prefix_tokens prefill_attempt_count token_indices_to_pool _think_end_matcher "
+    # of features that are refused at start, or in a request
+    "_session_mm_items beam_group decision_layout disagg_decode_prefix_len discard_output_reason dllm_algo_state "
+    "dllm_has_literal_mask dllm_initialized early_send_prefix_end expected_kv_checksum host_hit_is_storage "
+    "host_loaded_length kv_hints kv_rotation_base mamba_host_hit_length mamba_lazy_checkpoint "
+    "output_dsa_topk_indices pd_rebootstrap_forced_output_id pending_bootstrap return_sampling_mask "
+    "sampling_logprobs_mode session_generation session_id spec_cap_lens_histogram spec_num_block_accept_tokens "
+    "spec_num_cap_tokens staged_prefetch_plan storage_hit_start storage_prefetch_last_match_len "
+    "storage_prefetch_retry_attempts swa_branching_seqlen swa_host_hit_length"
+).split()
 
 
 def test_every_request_attribute_is_accounted_for():
@@ -81,13 +98,20 @@ def test_every_request_attribute_is_accounted_for():
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    from sglang_pat.host.requests import CARRIED, LATE
+    from sglang_pat.host import adapter, requests
 
+    theirs = adapter.requests
+    carried = {*theirs.CARRIED, "origin_input_ids", "output_ids"}
+    local = set(LOCAL) - carried
+    if adapter.FOLDER == "v0_5_23":
+        local |= set(LOCAL_SINCE_0_5_23) - carried
     req = Req("rid", "text", [1, 2], SamplingParams(), return_logprob=True)
-    unknown = set(vars(req)) - set(CARRIED) - set(LOCAL)
+    logprobs = theirs.get_logprobs(req)
+    names = {*requests.LOGPROBS, *theirs.FLAT_LOGPROBS}
+    assert names - theirs.LATE <= set(vars(logprobs)), "logprobs that SGLang no longer has"
+    unknown = set(vars(req)) - carried - local - (names if logprobs is req else set())
     assert not unknown, f"new attributes of Req: {sorted(unknown)}"
-    assert not set(CARRIED) & set(LOCAL)
-    gone = set(CARRIED) - set(vars(req)) - LATE
+    gone = carried - set(vars(req)) - theirs.LATE
     assert not gone, f"attributes that Req no longer has: {sorted(gone)}"
 
 
@@ -98,7 +122,8 @@ def test_reseeding_is_sglangs():
     import numpy as np
     import torch
     from sglang.srt.utils import set_random_seed
-    from sglang_pat.host.scheduler import set_seed
+
+    from sglang_pat.host.seeds import set_seed
 
     def draw() -> tuple:
         return random.random(), float(np.random.rand()), torch.rand(3).tolist()

@@ -197,7 +197,7 @@ def init(self, *_):
     self.again = self._result_dispatcher = self.pat_dropped = self
     self.is_pause_cond = self.model_update_lock = None
 
-request_lifetime.TokenizerManager.__init__ = init
+request_lifetime.StockTokenizerManager.__init__ = init
 path.IsolatingDispatcher = lambda *_: 1 / 0
 try:
     tokenizer.AdaptiveTokenizerManager(None, None)

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from sglang_pat.checks import steady
-from sglang_pat.host.runner import RESOURCE_MAKERS
+from sglang_pat.host import adapter
 
 
 def test_what_is_to_be_made_at_start_is_refused_in_a_switch(monkeypatch):
@@ -20,7 +20,7 @@ def test_what_is_to_be_made_at_start_is_refused_in_a_switch(monkeypatch):
         pytest.raises(RuntimeError, match="a switch called torch.distributed.new_group"),
     ):
         dist.new_group([0])
-    for owner, name in RESOURCE_MAKERS:
+    for owner, name in adapter.runner.RESOURCE_MAKERS:
         with steady.forbid_new_resources(), pytest.raises(RuntimeError, match=f"a switch called .*{name}"):
             getattr(owner, name)()
     assert dist.new_group is before
