@@ -13,7 +13,7 @@ from typing import Any
 from .streams import Body, body
 
 TOKENS = 40
-"""Of most answers."""
+"""Number of tokens of most answers."""
 
 CHOICES = '{"enum": ["red", "green"]}'
 
@@ -36,7 +36,7 @@ FIELDS: dict[str, list[Any]] = {
     "require_reasoning": [True],
     "custom_logit_processor": ["disallowed"],
 }
-"""Of the body, with the values that are tried; those of SGLang's defaults left out."""
+"""Fields of the body with the values that are tried; those of SGLang's defaults are left out."""
 
 PARAMS: dict[str, list[Any]] = {
     "max_new_tokens": [0, 1, 2 * TOKENS],

@@ -44,7 +44,7 @@ def make_module_name(path: Path) -> str:
 
 @cache
 def read_modules() -> dict[str, Scope]:
-    """Of this repository, by dotted name."""
+    """The modules of this repository, by dotted name."""
     modules = {}
     for path in list_files():
         name, tree = make_module_name(path), ast.parse(path.read_text())

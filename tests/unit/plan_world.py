@@ -39,7 +39,7 @@ LENT = [
     for s in divisors(old.num_ranks)[1:]
     if old.dp % s == new.dp % s == 0
 ]
-"""The same while ranks are lent."""
+"""Pairs of layouts while ranks are lent."""
 
 LENDING = [
     (layout.with_stride(r), layout.with_stride(s))

@@ -19,7 +19,7 @@ MEMORY, PROCESSES, TMP, OUTPUT = 256 << 20, 6, 8 << 20, 100_000
 SECRET = "a key of the job"
 LIMIT, MAXIMUM = 0.3, 60.0
 CUT = ("endless", "sleeps", "ignores_signals", "fork_bomb")
-"""Those that do not end; the others have all the time."""
+"""Programs that do not end; the others have all the time."""
 
 TRY = """
 import ctypes, os, signal, socket, sys, time

@@ -22,7 +22,7 @@ MODES = ("strict", "reorder", "partial")
 
 
 def plain(value: Any) -> Any:
-    """With what comes at the end of ``owed`` left out, which is 0."""
+    """The value as plain types, without the zeros at the end of ``owed``."""
     value = msgspec.to_builtins(value)
     round_ = value.get("round") if isinstance(value, dict) else None
     while round_ and round_["owed"] and not round_["owed"][-1]:
@@ -116,7 +116,7 @@ def test_in_larger_rounds_as_well(seed: int):
 
 
 def count_lines(mode: str, prompts: int) -> int:
-    """Of the costliest of the events in the middle of a round's samples."""
+    """Lines of the costliest of the events in the middle of a round's samples."""
     admitter = Admitter(Rules(mode=mode, num_prompts=prompts, num_responses=4, eta_responses=1.0))
     admitter.feed([((0, index), None) for index in range(6 * prompts)])
     running: list[SampleId] = []

@@ -96,7 +96,7 @@ def test_what_the_page_calls_code_is_there():
 
 
 def list_items() -> list[tuple[list[str], str]]:
-    """Of the two ways through the code: a file, those that are meant by a number in brackets, and what is said."""
+    """Items of the two ways through the code: a file, those that a number in brackets means, and what is said."""
     items = list[tuple[list[str], str]]()
     for way in re.findall(r"^### From [^\n]*$(.*?)(?=^#)", PAGE.read_text(), re.MULTILINE | re.DOTALL):
         found = re.findall(r"^\d+\. `([\w/]+\.py)`(.*?)(?=^\d+\. |^\n|\Z)", way, re.MULTILINE | re.DOTALL)

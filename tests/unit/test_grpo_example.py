@@ -32,7 +32,7 @@ RUN = Run(steps=4, prompts=3, responses=2, held_out=4, every=2, way="tail")
 
 
 class PlayedEngine(RolloutCalls, Played):
-    """Of two responses to a problem one is right, the other nothing but the end."""
+    """One of two responses to a problem is right, the other nothing but the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ def test_no_problem_is_trained_and_tested():
 
 
 def refuse(capsys, *words: str) -> str:
-    """The one line."""
+    """The single line of a refusal."""
     assert command.main([*words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line.removeprefix("python -m examples.grpo: error: ")
@@ -356,7 +356,7 @@ def test_the_picture_says_what_was_learnt(model, tmp_path):
 
 
 def test_the_bench_compares_the_ways_over_responses(model, tmp_path, monkeypatch):
-    """Of two seeds each: one way is between ``plain``'s seeds everywhere, the other one only at the first test."""
+    """Two seeds each: one way is between ``plain``'s seeds everywhere, the other one only at the first test."""
     monkeypatch.syspath_prepend("bench")
     import learning
 

@@ -51,7 +51,7 @@ def make(found):
 
 
 def lend_half(seen: Snapshot) -> Snapshot:
-    """The same requests on two ranks, in the highest degree that fits."""
+    """The snapshot's requests on two ranks, in the highest degree that fits."""
     tp = min(seen.tp, RANKS // 2)
     load = replace(seen.load, replica=np.arange(len(seen.load)) % (RANKS // 2 // tp))
     return replace(seen, tp=tp, num_ranks=RANKS // 2, degrees=DEGREES[:-1], load=load)
@@ -80,7 +80,7 @@ rooms = st.one_of(
 @examples(150)
 @given(profiles(), snapshots(), trainings, rooms, st.booleans())
 def test_in_any_situation(found, seen, training, room, lent):
-    """It never lends what may not be lent, and never keeps ranks that nobody needs."""
+    """The policy never lends what may not be lent, and never keeps ranks that nobody needs."""
     seen = replace(lend_half(seen) if lent else seen, room=room)
     said = make(found)(seen, LengthHistory(), training)
     assert said.move in ({Move.TAKE_BACK, Move.WAIT} if lent else {Move.LEND, Move.WAIT, Move.NEVER})

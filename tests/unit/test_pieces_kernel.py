@@ -36,7 +36,7 @@ def cut_pieces(sizes: list[int], whole: list[int], width: int, dtype=torch.float
 
 
 def check() -> None:
-    """In a process with ``TRITON_INTERPRET=1``."""
+    """Compare the kernel with torch, in a process with ``TRITON_INTERPRET=1``."""
     from sglang_pat.rank.pieces_triton import make_pieces
 
     for sizes, whole, width, tokens, with_bias in CASES:

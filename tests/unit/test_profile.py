@@ -21,7 +21,7 @@ def another(name: str):
 
 
 def get_refusal(call, *arguments) -> str:
-    """The one line with which it is refused."""
+    """The single line with which a file is refused."""
     with pytest.raises(ProfileError) as caught:
         call(*arguments)
     message = str(caught.value)

@@ -49,7 +49,7 @@ def profile_file(tmp_path) -> str:
 
 
 def write_log(path: Path, profile_file: str, policy_name: str = "survival") -> int:
-    """As a coordinator would over three rounds; how many decisions are in it."""
+    """Write a log as a coordinator would over three rounds; returns how many decisions are in it."""
     found = crossing()
     predictor, costs = machine(found)
     policy = make_policy(policy_name, switch_at=4, predictor=predictor, costs=costs, max_running=16)

@@ -204,7 +204,7 @@ def test_a_process_inside_that_says_nothing_is_cut_and_is_never_asked_again(bubb
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """That another user can read: root starts bwrap as one."""
+    """A folder that another user can read: root starts bwrap as one."""
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o755)
         yield Path(name)
@@ -229,7 +229,7 @@ def test_a_machine_without_user_namespaces_is_told_the_ways_out(folder, monkeypa
 
 
 def test_really_without_user_namespaces(bubblewrap):
-    """In a sandbox that closes them."""
+    """The process runs in a sandbox that closes them."""
     program = "from reward_sandbox.sandbox import make_sandbox\nmake_sandbox(None)"
     closed = [bubblewrap.bwrap, "--unshare-user", "--disable-userns", "--uid", "1000", "--bind", "/", "/"]
     command = [*closed, "--dev", "/dev", "--proc", "/proc", "--", sys.executable, "-c", program]
@@ -260,7 +260,7 @@ def test_a_container_that_allows_no_new_proc(bubblewrap, folder, monkeypatch):
 
 
 def test_a_folder_that_the_user_of_programs_may_not_enter_is_named(bubblewrap, folder, monkeypatch):
-    """The one of the bwrap or of the interpreter; as soon as he may, it works."""
+    """Either the folder of bwrap or that of the interpreter; as soon as he may, it works."""
     if os.geteuid() != 0:
         pytest.skip("only root's programs run as another user")
     (inside := folder / "venv" / "bin").mkdir(parents=True)

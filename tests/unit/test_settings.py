@@ -104,7 +104,7 @@ def test_settings_and_configuration_have_the_same_defaults():
 
 
 def test_the_configuration_has_the_defaults_of_the_flags():
-    """It is made without flags, too: by the replay and in tests."""
+    """The replay and tests make it without flags."""
     own = {field.name: field.default for field in dataclasses.fields(AdaptiveConfig)}
     shared = {setting.name: setting.default for setting in settings.SETTINGS if setting.name in own}
     assert shared.pop("policy") is None and len(shared) > 8  # which policy it is depends on the profile there

@@ -83,7 +83,7 @@ def test_adaptive_tp_on_top():
 
 
 def test_a_round_in_which_ranks_are_lent():
-    """The same work; less training is left to do, and none is done twice."""
+    """Less training is left to do of the same work, and none is done twice."""
     profile = load(PROFILE)
     predictor, costs = build_predictors(profile)
     policy = make_policy("survival", predictor=predictor, costs=costs)

@@ -21,7 +21,7 @@ def test_with_room_a_round_starts_where_the_oracle_starts_it(model, base_tp, sam
 
 
 def test_where_room_is_short_it_starts_where_least_has_to_wait():
-    """In tp8 four KV heads are copied: half the room of tp4, which is hardly slower while few tokens are held."""
+    """Four KV heads are copied in tp8: half the room of tp4, which is hardly slower while few tokens are held."""
     cell = starts.study((MIXTURE, 1, False, 320, 8192, 2, 0))
     assert cell.chosen[1:] == [4] and not cell.oracle_lost, "once lengths are known"
     assert sum(cell.retracted[4]) < sum(cell.retracted[8])
