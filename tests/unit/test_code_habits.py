@@ -10,31 +10,17 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
-from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.unit
+from . import code_names
+from .code_names import ROOT, list_files, parse
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("python", "profiler", "studies", "tests", "bench", "examples")
+pytestmark = [pytest.mark.unit, pytest.mark.xdist_group(code_names.__name__)]
+
 PACKAGES = ("sglang_pat", "reward_sandbox", "stream_layers")
-
-
-@cache
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-def list_files(folder: Path) -> list[Path]:
-    """The Python files below a folder, without the copies that building a package leaves."""
-    return [path for path in folder.rglob("*.py") if "build" not in path.relative_to(ROOT).parts]
-
-
-def sources() -> list[Path]:
-    return sorted(path for folder in FOLDERS for path in list_files(ROOT / folder))
 
 
 def modules() -> dict[str, Path]:
@@ -122,7 +108,7 @@ def test_files_are_written_by_one_function():
     """``files.write``: whole or not at all.  ``testing/`` makes models, whole folders at once."""
     ways = {"write_text", "write_bytes", "rename", "replace"}
     found = []
-    for path in sources():
+    for path in list_files():
         ours = path.relative_to(ROOT).parts
         if ours[0] not in ("python", "profiler") or "testing" in ours or path.name == "files.py":
             continue
@@ -179,7 +165,7 @@ def test_docstrings_say_their_noun():
     left = (ROOT / "tests/contract", ROOT / "tests/unit/test_host.py")  # until theirs do
     fragments = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.value.strip().partition(chr(10))[0]}"
-        for path in sources()
+        for path in list_files()
         if not any(path.is_relative_to(place) for place in left)
         for node in list_docstrings(parse(path))
         if HANGING.match(node.value.strip())
