@@ -79,7 +79,6 @@ def crossing(control=0.05, kv=1e-7, **parts) -> Profile:
 
 @st.composite
 def profiles(draw) -> Profile:
-    """Profiles of any machine, sensible or not."""
     seconds = st.floats(1e-4, 0.1)
     decode = decode_points(lambda *_: draw(seconds), draw(st.sampled_from([(1,), (1, 8)])), (128, 2048))
     prefill = prefill_points(lambda *_: draw(seconds), (1, 4), (128, 2048))

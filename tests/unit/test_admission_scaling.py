@@ -14,6 +14,7 @@ from sglang_pat.rollout.rules import Rules
 from tests.unit.for_each import for_each
 
 from .admission_scanning import ScanningAdmitter
+from .drawn import fewer
 from .lines_run import lines_run
 
 pytestmark = pytest.mark.unit
@@ -105,7 +106,7 @@ def anything(seed: int, prompts: int, responses: int, events: int) -> None:
             both.tell("record_finished" if output.finish_reason else "record_stopped", sample, output)
 
 
-@for_each([(seed,) for seed in range(60)])
+@for_each([(seed,) for seed in range(fewer(60))])
 def test_decisions_are_those_of_the_definitions(seed: int):
     anything(seed, prompts=5, responses=3, events=250)
 

@@ -26,7 +26,6 @@ class Predictor:
 
 
 def calibrate(rig: Rig, turns: int = 4) -> None:
-    """Calibrate as ``server/calibration.py`` has it done."""
     for turn in range(turns):
         rig.coordinator.calibrate(m.CalibrationTurn(), 0.0)
         each, context = TURNS[turn]

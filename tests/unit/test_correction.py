@@ -164,7 +164,6 @@ def test_a_calibration_whose_turns_disagree_is_worth_little():
 
 
 def test_a_machine_that_slows_down_between_turns_is_no_noise():
-    """All layouts slow down."""
     factors = StepFactors(DEGREES)
     truth = {1: 1.2, 2: 0.8, 4: 1.0}
     factors.calibrate(

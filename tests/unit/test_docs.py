@@ -24,7 +24,6 @@ def pages() -> list[Path]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors of a page's headings."""
     return list_anchors(FENCE.sub("", page.read_text()))
 
 

@@ -15,7 +15,7 @@ from sglang_pat.testing import models
 
 from .test_grpo_example import refuse
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.xdist_group("transformers")]
 
 
 @pytest.fixture(scope="module")

@@ -461,6 +461,7 @@ def test_the_oracle_is_best(seed):
     assert best > 0.5 * min(step.seconds for step in ways)
 
 
+@pytest.mark.thorough
 def test_no_step_of_a_job_with_few_groups_is_far_behind(monkeypatch):
     """A job of which a step lost 21% before there was a limit; what the client says is right, or wrong by two."""
     job = "8xH100-qwen2.5-32b", "rollpacker", (16, 4), 1

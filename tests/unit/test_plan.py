@@ -20,11 +20,7 @@ pytestmark = pytest.mark.unit
 
 
 @examples(300)
-@given(
-    st.lists(st.integers(0, 5000), max_size=40),
-    st.integers(0, 5),
-    st.integers(1, 8),
-)
+@given(st.lists(st.integers(0, 5000), max_size=40), st.integers(0, 5), st.integers(1, 8))
 def test_balance(weights, first, bins):
     bins = range(first, first + bins)
     result = plan.balance_bins(weights, bins)

@@ -31,7 +31,6 @@ pytestmark = pytest.mark.unit
     ],
 )
 def test_prompts_that_a_replica_computes(size, prompt, response, replicas, expected):
-    """Prompts of 16 requests in groups of ``size``."""
     family = np.repeat(np.arange(16 // size), size)
     assert prompts.count_prompts_to_compute(np.full(16, prompt), family, response, replicas) == (expected, prompt)
 

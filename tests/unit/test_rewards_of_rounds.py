@@ -133,7 +133,6 @@ async def test_draws_that_are_thrown_away_are_not_waited_for():
 
 
 async def test_a_verdict_is_asked_for_with_the_rewards():
-    """A useless group makes room for another one."""
     seen = []
 
     def judge(group: Group) -> bool:

@@ -169,10 +169,7 @@ def test_accepted(tmp_path):
 
 CONFIG = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=512, intermediate_size=128)
 MODELS = [
-    (
-        {"architectures": ["OlmoeForCausalLM"], "num_experts": 8},
-        "does not support OlmoeForCausalLM: it is a mixture",
-    ),
+    ({"architectures": ["OlmoeForCausalLM"], "num_experts": 8}, "does not support OlmoeForCausalLM: it is a mixture"),
     ({"kv_lora_rank": 512}, "does not support ?: its attention is MLA"),
     ({"text_config": {}, "vision_config": {"depth": 2}}, "it is multimodal"),
     ({"quantization_config": {"quant_method": "fp8"}}, "its weights are quantised (fp8)"),
