@@ -193,7 +193,6 @@ class Servers:
         self._alive = OrderedDict((key, other) for key, other in self._alive.items() if other is not server)
 
     def stock(self, model: Path, max_total_tokens: int = 65536) -> Server:
-        """Stock SGLang, tp 1."""
         return self.get(model, max_total_tokens=max_total_tokens)
 
     def run(
@@ -211,17 +210,24 @@ class Servers:
 @contextmanager
 def fault(server: Server, spec: str) -> Iterator[None]:
     """Switches inside the block of ``server`` meet this fault (``sglang_pat.checks.faults``)."""
+    line = faults.get_hold_path(server.fault_file)
+    os.mkfifo(line)
+    server.held = os.open(line, os.O_RDONLY | os.O_NONBLOCK)
     server.fault_file.write_text(spec)
     try:
         yield
     finally:
         server.fault_file.unlink(missing_ok=True)
+        os.close(server.held)
+        line.unlink()
 
 
 async def wait_until_held(server: Server) -> None:
     """Wait until a rank is held by a ``hold`` fault: so it stays until the block of :func:`fault` is left."""
-    while not faults.get_waiting_marker(server.fault_file).exists():
-        await asyncio.sleep(0.02)
+    loop, held = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(server.held, held.set)
+    await held.wait()
+    loop.remove_reader(server.held)
 
 
 @pytest.fixture(scope="session")
