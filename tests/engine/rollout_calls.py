@@ -44,5 +44,4 @@ def schedule(server: Server, *entries: dict[str, Any]) -> None:
 
 
 def wait_for_schedule(server: Server) -> dict[str, Any]:
-    """Wait until the schedule is over."""
     return server.get("/pat/schedule", timeout=300).json()

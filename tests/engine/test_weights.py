@@ -24,11 +24,7 @@ from .weight_updates import (
     update_from_tensor,
 )
 
-SETUPS = {
-    "2ranks": (2,),
-    "4ranks-as-on-cuda": (4, "as on CUDA"),
-    "reshard": (2, "--pat-weights", "reshard"),
-}
+SETUPS = {"2ranks": (2,), "4ranks-as-on-cuda": (4, "as on CUDA"), "reshard": (2, "--pat-weights", "reshard")}
 
 
 @pytest.fixture(scope="module", params=SETUPS)

@@ -36,8 +36,6 @@ WORDS, END, N = 11, 1, 4
 
 
 class Queue:
-    """The transfer queue of verl, in this process."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: dict[str, dict[str, Any]] = {}
         for name in ("kv_batch_get", "kv_batch_put", "kv_clear"):

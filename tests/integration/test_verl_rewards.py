@@ -306,10 +306,7 @@ def test_the_trainer_tells_what_it_knows_to_a_ledger_that_is_new(tmp_path, monke
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
-        (
-            "{limits: 3}",
-            "reward.sglang_pat has no setting 'limits'; choose from limit, failed_reward, processes",
-        ),
+        ("{limits: 3}", "reward.sglang_pat has no setting 'limits'; choose from limit, failed_reward, processes"),
         ("3", "reward.sglang_pat is 3, must be settings by name, e.g. {limit: 30}"),
         ("{limit: soon}", "reward.sglang_pat.limit is 'soon', must be a number"),
         ("{limit: -1}", "reward.sglang_pat: limit is -1, must be seconds above 0"),

@@ -364,12 +364,7 @@ def test_all_ranks_train_when_nothing_is_generated_any_more(monkeypatch):
 
 @pytest.mark.parametrize(
     ("looks", "running", "moved"),
-    [
-        ([1, 2, 3], [40, 40, 16], 3 / 8),
-        ([0, 7, 7, 8], [4], 7 / 8),
-        ([0, 7, 8], [40], 1.0),
-        ([8], [], 1.0),
-    ],
+    [([1, 2, 3], [40, 40, 16], 3 / 8), ([0, 7, 7, 8], [4], 7 / 8), ([0, 7, 8], [40], 1.0), ([8], [], 1.0)],
     ids=["as soon as KV fits", "late, and a long rest", "it never fits", "too late"],
 )
 def test_the_trainers_gpus_leave_a_round_when_the_others_have_room(monkeypatch, looks, running, moved):

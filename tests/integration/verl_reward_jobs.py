@@ -32,7 +32,6 @@ def _note(**line: Any) -> None:
 
 
 def _kill_once(pid: int, what: str) -> None:
-    """Kill this process, once in a job."""
     try:
         Path(os.environ["VERL_FILE_LOGGER_PATH"]).with_name("killed").touch(exist_ok=False)
     except FileExistsError:
