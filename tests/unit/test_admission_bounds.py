@@ -16,7 +16,7 @@ from .drawn import fewer
 pytestmark = pytest.mark.unit
 
 
-def job(jumps, staleness: int, rounds: int = 30, deferrals: int = 8) -> World:
+def job(jumps, staleness: int, rounds: int = 20, deferrals: int = 8) -> World:
     """``partial`` with one prompt in ten that is long; weights make so many versions between two rounds."""
     rules = Rules(mode="partial", num_prompts=8, num_responses=2, max_staleness=staleness, max_deferrals=deferrals)
     world = World(rules, lambda key, number: 400 if key.index % 10 == 3 else 5 + key.index % 7)

