@@ -49,9 +49,9 @@ $(VENV)/.sglang_pat_setup: $(VENV)/.sglang_pat_requirements $(EXTENSION)
 test: setup
 	$(PYTEST) $(PYTEST_ARGS)
 
-# No engine, and nothing of SGLang: the loop to work in.
+# No engine, and nothing of SGLang: the loop to work in.  What takes long by nature is left to `make test`.
 unit: setup
-	$(PYTEST) tests/unit $(PYTEST_ARGS)
+	$(PYTEST) tests/unit -m "not soak and not thorough" $(PYTEST_ARGS)
 
 # The real RL frameworks, in an environment on top of the other one: 23 minutes on two cores.  SHORT=1: what CI runs.
 test-integration: $(INTEGRATION)/.sglang_pat_setup

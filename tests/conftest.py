@@ -1,4 +1,4 @@
-"""Of all tests: inputs drawn at random are the same in every run, workers share files, and tables at the end.
+"""All tests: inputs drawn at random are the same in every run, workers share files, and tables at the end.
 
 ``HYPOTHESIS_PROFILE=search`` draws others (``make soak`` does): what it finds is written down as an ``@example``.
 """
@@ -22,14 +22,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 _seconds: Counter[str] = Counter()
 _starts: Counter[str] = Counter()
-"""By test file: time spent, engines started."""
+"""Time spent and engines started, by test file."""
 _told: list[str] = []
 """What tests have to say beside pass or fail."""
 
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
-    """Of tests that are coroutines."""
+    """The event loop of tests that are coroutines."""
     return "asyncio"
 
 
@@ -61,7 +61,7 @@ def pytest_collection_finish(session):
 
 
 def pytest_runtest_logreport(report):
-    """Also with workers: what a test says travels in its report."""
+    """What a test says travels in its report, so that workers need nothing else."""
     name = report.nodeid.partition("::")[0]
     _seconds[name] += report.duration
     if report.when == "teardown":

@@ -65,7 +65,7 @@ _item = None  # the test that is running
 
 
 def count_start() -> None:
-    """For the table at the end (``tests/conftest.py``): the running test starts an engine."""
+    """Note that the running test starts an engine, for the table at the end (``tests/conftest.py``)."""
     _item.user_properties.append(("engine start", ""))
 
 
@@ -138,7 +138,7 @@ class Servers:
         return server
 
     def make_room(self) -> None:
-        """For an engine that is about to be started; the last two stay, as a test may have them both."""
+        """End servers until there is memory for another engine; the last two stay, as a test may have them both."""
         while len(self._alive) > 2 and read_available_memory() < ROOM:
             self._alive.popitem(last=False)[1].stop()
 
@@ -159,7 +159,7 @@ class Servers:
         return server
 
     def as_on_cuda(self, model: Path, dp: int = 2, *flags: str, mistake: str = "") -> Server:
-        """As :meth:`adaptive`, in CUDA's default configuration as far as a CPU can run it: overlap scheduling, an
+        """Make :meth:`adaptive` in CUDA's default configuration as far as a CPU can run it: overlap scheduling, an
         all-to-all for the KV, decode steps as graphs (``tests/rehearsal``).  What the ranks captured and replayed is in
         :attr:`rehearsed`.
 
@@ -191,11 +191,10 @@ class Servers:
         return server
 
     def give_away(self, server: Server) -> None:
-        """It may be killed: no other test gets it."""
+        """Take a server from all other tests, so that it may be killed."""
         self._alive = OrderedDict((key, other) for key, other in self._alive.items() if other is not server)
 
     def stock(self, model: Path, max_total_tokens: int = 65536) -> Server:
-        """Stock SGLang, tp 1."""
         return self.get(model, max_total_tokens=max_total_tokens)
 
     def run(
@@ -212,18 +211,25 @@ class Servers:
 
 @contextmanager
 def fault(server: Server, spec: str) -> Iterator[None]:
-    """Inside the block switches of ``server`` meet this fault (``sglang_pat.checks.faults``)."""
+    """Switches inside the block of ``server`` meet this fault (``sglang_pat.checks.faults``)."""
+    line = faults.get_hold_path(server.fault_file)
+    os.mkfifo(line)
+    server.held = os.open(line, os.O_RDONLY | os.O_NONBLOCK)
     server.fault_file.write_text(spec)
     try:
         yield
     finally:
         server.fault_file.unlink(missing_ok=True)
+        os.close(server.held)
+        line.unlink()
 
 
 async def wait_until_held(server: Server) -> None:
     """Wait until a rank is held by a ``hold`` fault: so it stays until the block of :func:`fault` is left."""
-    while not faults.get_waiting_marker(server.fault_file).exists():
-        await asyncio.sleep(0.02)
+    loop, held = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(server.held, held.set)
+    await held.wait()
+    loop.remove_reader(server.held)
 
 
 @pytest.fixture(scope="session")
@@ -248,7 +254,7 @@ def stock(servers, llama) -> stock_answers.Stock:
 
 @pytest.fixture(scope="session")
 def flat() -> Path:
-    """Its best token has a few percent, and no logprob is near 0, where it says nothing to 1e-5 of itself."""
+    """A model whose best token has a few percent, and no logprob is near 0, where it says nothing to 1e-5 of itself."""
     return models.make_random("llama", MODELS / "llama-flat", kv_heads=2, logit_std=1.0)
 
 
@@ -281,7 +287,7 @@ def census_folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture
 def checked_with(servers, llama, census_folders) -> Callable[[str], Server]:
-    """With one of :data:`SCHEDULERS`: four ranks, so that some are followers before a merge; flags whose state every
+    """Four ranks with one of :data:`SCHEDULERS`, so that some are followers before a merge; flags whose state every
     rank counts by itself."""
     flags = (
         "--scheduler-recv-interval 3 --max-running-requests 4 --enable-priority-scheduling "
@@ -302,7 +308,7 @@ def checked(request, checked_with) -> Server:
 
 @pytest.fixture(scope="session")
 def deployment(llama, prefork) -> Fingerprint:
-    """Of ``llama`` on two ranks."""
+    """The fingerprint of ``llama`` on two ranks."""
     return fingerprint(llama, prefork)
 
 

@@ -27,7 +27,7 @@ SMALL = "--steps 3 --prompts 4 --responses 4 --held-out 8 --every 2 --warm-up 2 
 
 
 def two_steps(folder: Path) -> None:
-    """Of each way, on one engine; then from the checkpoint to the end of the epoch."""
+    """Steps of each way, on one engine; then from the checkpoint to the end of the epoch."""
     engine = start_engine(Run(way="adaptive", switch_at=6), warm_up(folder / "model", 0, 2, 0.3))
     for way in RULES:
         run = Run(way=way, steps=3, prompts=4, responses=4, held_out=8, every=2, warm_up=2, rate=1e-3)
@@ -52,7 +52,7 @@ def two_steps(folder: Path) -> None:
 
 
 def lend(folder: Path) -> None:
-    """In the second step, by force: the engine's policy is asked, and its answer is looked at, but not followed."""
+    """Lend in the second step, by force: the engine's policy is asked; its answer is looked at, but not followed."""
     model, train.PROFILES = warm_up(folder / "model", 0, 2, 0.3), folder
     profiles.save(make_profile(read_fingerprint(str(model))), folder / "grpo-model.json")
     run = Run(
@@ -88,7 +88,7 @@ def lend(folder: Path) -> None:
 
 
 def verify(problem: str, answer: str) -> float:
-    """So that a random model has something to learn: the share of letters before "m"."""
+    """The share of letters before "m", which a random model can learn."""
     return sum(letter < "m" for letter in answer) / max(1, len(answer))
 
 

@@ -14,7 +14,7 @@ from sglang_pat.testing.prefork import Prefork, run
 
 
 def fingerprint(model: Path, prefork: Prefork | None) -> Fingerprint:
-    """Of an engine with two ranks, as it would be started here."""
+    """The fingerprint of an engine with two ranks, as it would be started here."""
     ran = run(prefork, __name__, [str(model)], os.environ, 200)
     assert ran.returncode == 0, ran.stderr
     return msgspec.json.decode(ran.stdout.splitlines()[-1], type=Fingerprint)
@@ -25,7 +25,7 @@ def main(model: str) -> None:
 
 
 def read_fingerprint(model: str) -> Fingerprint:
-    """In a process that may import SGLang."""
+    """Print it, in a process that may import SGLang."""
     shim.ensure()
     from sglang_pat.host.arguments import make_arguments, make_fingerprint
 
@@ -34,7 +34,7 @@ def read_fingerprint(model: str) -> Fingerprint:
 
 
 def make_profile(deployment: Fingerprint, tp2_with_16: float = 0.048) -> Profile:
-    """So that policies act: tp1 is faster for many requests, tp2 for few; a switch costs 10 ms.
+    """A profile by which policies act: tp1 is faster for many requests, tp2 for few; a switch costs 10 ms.
 
     ``tp2_with_16``: seconds of a step of 16 requests in tp2; in tp1 it takes 0.024.
     """

@@ -15,7 +15,7 @@ from sglang_pat.host import adapter
 from .streams import Body, body
 
 TOKENS = 40
-"""Of most answers."""
+"""Number of tokens of most answers."""
 
 CHOICES = '{"enum": ["red", "green"]}'
 
@@ -38,7 +38,7 @@ FIELDS: dict[str, list[Any]] = {
     "require_reasoning": [True],
     "custom_logit_processor": ["disallowed"],
 }
-"""Of the body, with the values that are tried; those of SGLang's defaults left out."""
+"""Fields of the body with the values that are tried; those of SGLang's defaults are left out."""
 
 PARAMS: dict[str, list[Any]] = {
     "max_new_tokens": [0, 1, 2 * TOKENS],

@@ -21,7 +21,7 @@ from .rollout_calls import SAMPLING, admitter, tokens
 from .streams import GREEDY
 
 SECONDS = 400
-"""For an engine that hangs: what is waited for comes."""
+"""Seconds after which an engine hangs; what is waited for comes."""
 FOREVER = {"temperature": 1.0, "max_new_tokens": 3000, "ignore_eos": True}
 PAIR = {"num_prompts": 2, "num_responses": 1, "eta_responses": 1.0}
 
@@ -42,7 +42,7 @@ class Case:
         self.manager.pat_send_round = send
 
     def switches(self) -> None:
-        """In the middle of requests, and what they say is what they say without."""
+        """Switch in the middle of requests: they answer what they answer without."""
         from sglang_pat.server.engine import ReconfigureError
 
         assert (self.engine.layout.tp, self.engine.layout.dp) == (1, 2)
@@ -70,7 +70,7 @@ class Case:
         assert (info["tp_size"], info["dp_size"]) == (2, 1)
 
     def lends(self) -> None:
-        """From either degree; the layout says so, and the answers are the same."""
+        """Lend from either degree: the layout says so, and the answers are the same."""
         from sglang_pat.server.engine import ReconfigureError
 
         asked = dict(input_ids=[[7, 8, 9], [9, 8, 7]], sampling_params=GREEDY | {"max_new_tokens": 20})
@@ -150,7 +150,7 @@ class Case:
         assert ended.name == begun.name and len(self.told) % 2 == 0
 
     def trained(self) -> None:
-        """As if the first event were trained on for as long as the whole round takes."""
+        """Take events as if the first one were trained on for as long as the whole round takes."""
         mine = admitter(*range(4), **PAIR | {"eta_prompts": 2.0})
         events = self.engine.rollout(mine, SAMPLING, version=0)
         self.round_ended.clear()
@@ -161,7 +161,7 @@ class Case:
         self.check_idle()
 
     def asked(self) -> None:
-        """In the middle of a round."""
+        """Ask the lending policy in the middle of a round."""
         mine = admitter(*range(4), **PAIR | {"eta_prompts": 2.0})
         events = self.engine.rollout(mine, FOREVER | {"max_new_tokens": 200}, version=1)
         assert isinstance(next(events), Group)
@@ -200,7 +200,7 @@ class Case:
             print(json.dumps(sorted([*key, ids] for key, ids in tokens(groups).items())))
 
     def killed(self) -> None:
-        """Of a rank, while a thread has a round: the engine ends, as it does when the main thread runs the loop."""
+        """Kill a rank while a thread has a round: the engine ends, as it does when the main thread runs the loop."""
         mine = admitter(*range(4), **PAIR | {"eta_prompts": 2.0})
         self.done(self.manager.pat_set_schedule([{"arrived": 4}]))
         threading.Thread(target=lambda: list(self.engine.rollout(mine, FOREVER, version=4)), daemon=True).start()

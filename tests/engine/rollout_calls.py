@@ -35,7 +35,7 @@ def run_round(server: Server, mine: Admitter, sampling: Any = SAMPLING, **named:
 
 
 def tokens(groups: list[Group]) -> dict[tuple[int, int], list[int]]:
-    """Of each response, by prompt and number; which response of a group ends first is a matter of time."""
+    """Tokens of each response, by prompt and number; which response of a group ends first is a matter of time."""
     return {(group.index, sample.number): sample.output.token_ids for group in groups for sample in group.list_kept()}
 
 
@@ -44,5 +44,4 @@ def schedule(server: Server, *entries: dict[str, Any]) -> None:
 
 
 def wait_for_schedule(server: Server) -> dict[str, Any]:
-    """Wait until the schedule is over."""
     return server.get("/pat/schedule", timeout=300).json()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .streams import GREEDY
 
 FIRST_ORDINARY_TOKEN = 5
-"""Below are the special tokens of the test models."""
+"""The special tokens of the test models are below it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Switch:
-    """To degree ``tp`` at decode step ``at``; ``batch``: or rather, at that step of any kind, among the prefills.
+    """A switch to degree ``tp`` at decode step ``at``; ``batch``: at that step of any kind, among the prefills.
 
     ``stride``: ranks are lent or taken back instead; ``tp`` is the degree that is in force then.
     """
@@ -45,7 +45,7 @@ class Switch:
     stride: int | None = None
 
     def entry(self, since: int = 0) -> dict:
-        """For ``/pat/schedule``, counted from decode step ``since``."""
+        """The entry for ``/pat/schedule``, counted from decode step ``since``."""
         point = {"step": self.at - since} if self.batch is None else {"batch": self.batch}
         return ({"tp": self.tp} if self.stride is None else {"stride": self.stride}) | point
 

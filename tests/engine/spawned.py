@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def serve(arguments: ServerArgs) -> None:
-    """In the spawned process: SGLang's own function; of ours only what saves the ranks an import of SGLang."""
+    """Run SGLang's own function in the spawned process, with what saves the ranks an import of SGLang."""
     die_with_parent()
     processes.fork_here()
     from sglang.srt.entrypoints.http_server import launch_server

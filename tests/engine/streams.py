@@ -89,7 +89,7 @@ async def switch(server: Server, session: aiohttp.ClientSession, tp: int) -> dic
 
 
 def up_and_down(arrived: int) -> list[dict[str, int]]:
-    """Up and down twice, once so many requests have come."""
+    """Switch up and down twice, once so many requests have come."""
     return [{"tp": tp, "arrived": arrived, "step": step} for tp, step in zip(UP_AND_DOWN, STEPS, strict=True)]
 
 

@@ -19,7 +19,7 @@ def test_order_and_reception(checked):
 
 
 def test_a_profile_goes_on_over_a_switch(checked, tmp_path):
-    """Its end is counted in steps, of which the groups have done different numbers; one has done none."""
+    """A profile's end is counted in steps, of which the groups have done different numbers; one has done none."""
     what = {"output_dir": str(tmp_path), "num_steps": 15, "activities": ["CPU"], "with_stack": False}
     begun = checked.post("/start_profile", what)
     assert begun.status_code == 200, begun.text

@@ -21,7 +21,7 @@ from .streams import body, through
 
 RANKS = 4
 DEGREES = (2,)
-"""Of the stock engines.  On a CPU SGLang pads models with fewer KV heads than ranks; the adaptive engine does not."""
+"""Degrees of the stock engines.  SGLang pads models with fewer KV heads than ranks on a CPU; ours does not."""
 STOCK = dict(
     dtype="float32", random_seed=1, device="cpu", attention_backend="torch_native",
     sampling_backend="pytorch", grammar_backend="llguidance", disable_overlap_schedule=True, disable_cuda_graph=True,
@@ -134,7 +134,7 @@ def test_each_layout_has_objects_of_its_own(visits):
 
 
 def test_a_layout_is_what_a_stock_engine_of_its_degree_is(visits, stock):
-    """Also the second time, and after requests."""
+    """The second time and after requests as well."""
     wrong = {}
     for census in visits:
         built = stock.get((census.tp, census.tp_rank))

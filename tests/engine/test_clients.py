@@ -36,7 +36,7 @@ def make_body(prompt: list[int], options: dict[str, Any], **fields: Any) -> dict
 
 
 def tokens(answer: dict[str, Any]) -> list[int]:
-    """As all three read them, with a log-prob each."""
+    """The tokens as all three read them, with a log-prob each."""
     pairs = answer["meta_info"]["output_token_logprobs"]
     assert all(logprob <= 0 for logprob, _, _ in pairs)
     return [token for _, token, _ in pairs]
@@ -136,7 +136,7 @@ def test_slime_and_nemo_rl_on_the_trainers_gpus(two, framework):
 
 
 def test_areal(two, marker):
-    """It interrupts its requests for an update, and sends them again with what they had."""
+    """AReaL interrupts its requests for an update, and sends them again with what they had."""
     server = two.start_in(1)
     ok(server.get("/health"))
     trainer = Trainer(server, 2)

@@ -28,7 +28,6 @@ PLACES = pytest.mark.parametrize("degrees", [(2,), (2, 1)], ids=["tail", "back i
 @PLACES
 @pytest.mark.parametrize("everybody", [False, True])
 async def test_abort(server, session, stock, degrees, everybody):
-    """Of some by their ids, or of all."""
     doomed = [endless(22 + i, rid=f"doomed-{i}") for i in range(2)]
     *doomed, other = await hold(server, session, [*doomed, *KEPT])
     for tp in degrees:

@@ -44,7 +44,7 @@ def gauge(server: Server, name: str) -> list[float]:
 
 
 async def test_the_load_of_each_group(server, session):
-    """In the status, and in SGLang's gauges: each rank has series of its own, and a follower's are 0."""
+    """Status and SGLang's gauges: each rank has series of its own, and a follower's are 0."""
     logged = 40  # SGLang's ``decode_log_interval``: gauges are set at every so many decode steps
     seen, gauges = [], []
     work = await hold(server, session, [body(i, 4 * logged) for i in range(6)], step=logged + 2)

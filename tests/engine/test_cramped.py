@@ -58,7 +58,7 @@ STEPS_MADE = 37
 
 @pytest.mark.parametrize("merged", [True, False])
 async def test_who_is_aborted_while_it_waits_gives_back_all_its_tokens(cramped, session, stock, merged):
-    """After a merge three have no place; in a pause that retracts, nobody has one."""
+    """Three have no place after a merge; in a pause that retracts, nobody has one."""
     streams, waited = [Stream() for _ in SIX], 3 if merged else len(SIX)
 
     async def one(request, stream, streamed):

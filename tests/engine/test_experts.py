@@ -52,7 +52,7 @@ def folders() -> list[Path]:
 
 @pytest.fixture(scope="session")
 def said(folders) -> list[list[list[int]]]:
-    """By transformers, of each model."""
+    """What transformers makes of each model."""
     found = [generate(load(folder)) for folder in folders]
     assert not any(one == other for one, other in zip(*found, strict=True))
     return found
@@ -60,7 +60,7 @@ def said(folders) -> list[list[list[int]]]:
 
 @pytest.fixture
 def server(servers, folders, said) -> Server:
-    """Of two ranks, with the first weights, in its tail."""
+    """A server of two ranks with the first weights, in its tail."""
     server = servers.adaptive(folders[0], 2)
     if tokens(server.generate(BODIES)) != said[0]:
         check_success(server.post("/update_weights_from_disk", {"model_path": str(folders[0])}))

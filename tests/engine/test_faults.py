@@ -129,7 +129,7 @@ KILLS = [
 
 @pytest.mark.parametrize(("when", "state", "rank"), KILLS)
 async def test_what_is_killed_while_ranks_are_lent_ends_the_engine(servers, session, llama, when, state, rank):
-    """In a switch that lends ranks, takes them back, or is of those that work; or a lent rank, which does nothing."""
+    """A rank in a switch that lends ranks, takes them back, or is of those that work; or a lent rank, at rest."""
     if when == "drawn":
         rng = random.Random(rank)
         when, state, rank = rng.choice(["lend", "take back", "merge", "lent"]), rng.choice(STATES), rng.randrange(4)

@@ -24,7 +24,7 @@ def moved(servers, llama, stock) -> dict[str, Stream]:
 
 @pytest.fixture(scope="module")
 def recomputed(servers, llama, stock) -> dict[str, Stream]:
-    """Of one that computes it again."""
+    """Answers of an engine that computes the KV again."""
     return asyncio.run(stream_features(servers.adaptive(llama, 2, "--pat-kv", "recompute"), stock.bodies))
 
 
@@ -47,8 +47,8 @@ def test_recomputed_answer_equals_stock(name, recomputed, stock):
 
 @pytest.mark.parametrize("name", sorted(set(FEATURES) - PENALISED))
 def test_answer_as_on_cuda_equals_stock(name, as_on_cuda, stock):
-    """Without penalties: with overlap SGLang counts a token for these one step late, or twice when a prefill comes in
-    between, so that its own answers differ with what else is in the batch."""
+    """Penalties are left out: with overlap SGLang counts a token for these one step late, or twice when a prefill comes
+    in between, so that its own answers differ with what else is in the batch."""
     check_answer(stock, as_on_cuda[name], name)
 
 

@@ -61,7 +61,6 @@ def ports() -> list[int]:
 
 @pytest.fixture(scope="module")
 def checksums(folder, llama):
-    """Of the model's files."""
     from sglang_pat.cpu import shim
 
     shim.install()

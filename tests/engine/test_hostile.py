@@ -25,7 +25,7 @@ PLAIN = {"input_ids": [7, 99, 12, 300, 8], "sampling_params": GREEDY | {"max_new
 JSON = {"Content-Type": "application/json"}
 
 KNOWN: dict[str, list[int]] = {}
-"""By server."""
+"""Tokens of the plain request, by server."""
 
 GROWTH_BYTES = 96 << 20
 """Memory that all processes together may gain over the second half of a soak."""
@@ -38,7 +38,7 @@ def known(server) -> list[int]:
 
 
 def check_sound(server: Server, known: list[int]) -> None:
-    """It answers a plain request as ever, in both layouts, and holds nothing."""
+    """The server answers a plain request as ever, in both layouts, and holds nothing."""
     assert server.process.poll() is None, server.log_text()[-4000:]
     for tp in (2, 1):
         server.reconfigure(tp)
@@ -152,7 +152,7 @@ BODY = mixtures.FIELDS | {
     "custom_logit_processor": [None], "image_data": [None], "bootstrap_host": [None], "bootstrap_room": [None],
     "input_embeds": [None], "multi_item_delimiter_indices": [None], "unknown": [1],
 }  # fmt: skip
-"""With fields that nobody may set."""
+"""Fields of a mixture, and those that nobody may set."""
 
 
 def spoil_rarely(plausible: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

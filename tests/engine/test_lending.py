@@ -70,12 +70,12 @@ async def test_ranks_of_a_client_that_is_silent_come_back_and_of_one_at_work_do_
 
 @pytest.fixture
 def saving(servers, llama):
-    """With a memory saver that loses what it releases."""
+    """A server with a memory saver that loses what it releases."""
     return servers.as_on_cuda(llama, 4, "--enable-memory-saver")
 
 
 async def test_memory_of_lent_ranks_comes_back_as_it_was(saving, session):
-    """Also through switches of the others."""
+    """The others switch meanwhile."""
     expected = tokens(await saving.generate_async(BODIES))
     work = await hold(saving, session, BODIES, step=10)
     record = ask(saving, "/pat/lend_ranks", stride=2)
@@ -93,7 +93,7 @@ async def test_memory_of_lent_ranks_comes_back_as_it_was(saving, session):
 
 @pytest.mark.parametrize(("state", "rank"), [("PREPARE", 1), ("QUIESCE", 2), ("EXCHANGE", 0), ("EXCHANGE", 3)])
 async def test_what_fails_leaves_ranks_lent_or_working(saving, session, state, rank):
-    """In both directions; memory that was taken back is given away again, and comes back when it goes well."""
+    """Both directions; memory that was taken back is given away again, and comes back when it goes well."""
     expected = tokens(await saving.generate_async(BODIES))
     work = await hold(saving, session, BODIES, step=10)
     for path, stays in (("/pat/lend_ranks", []), ("/pat/take_back_ranks", [1, 3])):
@@ -110,7 +110,7 @@ async def test_what_fails_leaves_ranks_lent_or_working(saving, session, state, r
 
 
 async def test_new_weights_in_a_pause_take_ranks_back(saving, session, llama):
-    """The same as before, so requests go on as if nothing had been."""
+    """The weights are those of before, so requests go on as if nothing had been."""
     expected = tokens(await saving.generate_async(BODIES))
     work = await hold(saving, session, BODIES, step=10)
     ask(saving, "/pat/lend_ranks")
@@ -139,7 +139,7 @@ def test_weights_are_new_on_all_ranks_after_an_update_while_some_were_lent(serve
 
 
 def test_what_needs_all_ranks_is_refused_while_some_are_lent(saving):
-    """But new weights; SGLang keeps the reason of a failed look at weights for itself."""
+    """New weights are not; SGLang keeps the reason of a failed look at weights for itself."""
     ask(saving, "/pat/lend_ranks")
     says = "ranks 1, 3 are lent; take them back first (POST /pat/take_back_ranks)"
     for path in ("/release_memory_occupation", "/resume_memory_occupation", "/init_weights_update_group"):

@@ -114,7 +114,7 @@ def check(server: Server, request: Body, mine: dict[str, Any], theirs: dict[str,
 
 
 def lengths(meta: dict[str, Any]) -> dict[str, int]:
-    """Of all that is there by token; of what is about the output, how much more than tokens."""
+    """Lengths of all that is there by token; of what is about the output, how much more than tokens."""
     lists = {name: value for name, value in meta.items() if isinstance(value, list) and name not in OF_THE_RUN}
     tokens = meta["completion_tokens"]
     return {name: len(value) - (0 if name.startswith("input_") else tokens) for name, value in lists.items()}

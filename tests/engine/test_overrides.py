@@ -92,7 +92,7 @@ async def abort_and_pause(server: Server) -> None:
 
 
 def update_weights(server: Server, model: Path) -> None:
-    """In all four ways, with the weights that the engine has.  Over IPC a GPU would be needed: it is refused, late."""
+    """All four ways, with the weights that the engine has.  IPC would need a GPU: it is refused, late."""
     state = load_file(model / "model.safetensors")
     check_success(server.post("/update_weights_from_disk", {"model_path": str(model)}))
     items = [serialize(list(state.items())) for _ in range(RANKS)]
@@ -133,7 +133,7 @@ def ask(server: Server, path: str, given: Any = None) -> Any:
 
 @pytest.fixture(scope="module")
 def functions(servers, tmp_path_factory) -> Mapping[Function, set[str]]:
-    """Of an engine that has done all that it can, who called each of our functions (:func:`called.read`)."""
+    """Who called each of our functions in an engine that has done all that it can (:func:`called.read`)."""
     folder = tmp_path_factory.mktemp("called")
     model = models.make_random("qwen3_moe", MODELS / "qwen3_moe")
     environment = {called.ENV: str(folder / "functions")}
@@ -152,7 +152,7 @@ def is_reached(function: Function, words: set[str]) -> bool:
 
 
 def test_sglang_calls_all_that_replaces_its_own(functions):
-    """But for the list, which has nothing that is called, and nothing that replaces none."""
+    """The list has nothing that is called, and nothing that replaces none."""
     replacing = {one: words for one, words in functions.items() if words & {*called.KINDS}}
     assert len(replacing) > 100
     unreached = {one.name for one, words in replacing.items() if not is_reached(one, words)}
@@ -160,7 +160,7 @@ def test_sglang_calls_all_that_replaces_its_own(functions):
 
 
 def test_what_was_put_in_place_of_functions_is_seen(functions):
-    """In modules and classes of SGLang's: else the test above would say nothing of these."""
+    """Modules and classes of SGLang's: else the test above would say nothing of these."""
     put = {one.name for one, words in functions.items() if called.PUT in words}
     assert "make_watchdog" in put and "keep_routed_experts.<locals>.release_req" in put, put
 

@@ -46,7 +46,7 @@ def bodies(name: str) -> tuple[list[dict], list[dict]]:
 
 @pytest.fixture(scope="module")
 def expected(servers, llama) -> list[list[int]]:
-    """Of the body, then the beginning of the tail's answers."""
+    """Answers of the body, then the beginning of the tail's."""
     short, tail = bodies("stock")
     for request in tail:
         request["sampling_params"]["max_new_tokens"] = 700
@@ -133,7 +133,7 @@ def wait_for_base(server) -> None:
 
 
 def test_a_round_of_a_known_size_starts_in_the_better_layout(servers, llama, deployment, tmp_path):
-    """Before its first request: nothing is alive at that switch."""
+    """Nothing is alive at that switch, before its first request."""
     path = tmp_path / "merged.json"
     profiles.save(make_profile(deployment, tp2_with_16=0.012), path)
     short = [body(seed, 60, None) for seed in range(6)]
@@ -163,7 +163,7 @@ def wrong(deployment, tmp_path_factory) -> Path:
 
 
 def test_a_calibrated_engine_begins_as_any_other_but_knows_its_layouts(servers, llama, wrong):
-    """It measures them before its first request."""
+    """An engine measures its layouts before its first request."""
     work = [streams.body(n, 1) for n in range(3)]  # of a single token: what decodes nothing corrects nothing
     flags, states, answers = "--tp 1 --dp 2 --adaptive-tp --pat-policy survival", {}, {}
     for steps in (0, 8):

@@ -84,7 +84,7 @@ ARRIVING = known(*(body(111 + i, tokens=120) for i in range(8)))
 
 
 async def test_requests_that_arrive_during_a_switch(server, session, stock):
-    """In the pause: a rank is held in it until the coordinator has them all."""
+    """A rank is held in the pause until the coordinator has them all."""
     for tp in UP_AND_DOWN:
         with fault(server, "QUIESCE:1:hold"):
             switching = asyncio.ensure_future(server.reconfigure_async(session, tp))

@@ -209,7 +209,7 @@ list(RolloutClient(sys.argv[1]).rollout(admitter(*range(5)), long, version=0))
 
 
 def test_a_client_that_dies_leaves_no_request_running(server):
-    """It says nothing: its connections break, and the server aborts what came over them."""
+    """The client says nothing: its connections break, and the server aborts what came over them."""
     schedule(server, {"arrived": 10, "step": 60, "hold": True})
     process = subprocess.Popen([sys.executable, "-c", DYING, server.url])
     wait_for_schedule(server)
@@ -227,7 +227,7 @@ def test_a_client_that_dies_leaves_no_request_running(server):
 
 
 def test_a_trainer_goes_on_from_its_checkpoint(server):
-    """The same groups and, greedily, the same tokens as without the restart."""
+    """Groups and, greedily, tokens are those of a run without the restart."""
     sampling = GREEDY | {"max_new_tokens": 30}
 
     def rounds(mine: Admitter, *versions: int) -> dict[tuple[int, int], list[int]]:

@@ -146,7 +146,7 @@ def test_several_responses_turns_and_pieces(server, stock):
 
 
 def test_rounds_return_them(server, stock):
-    """Of a client; some are thrown away, deferred, and started anew."""
+    """A client's rounds; some responses are thrown away, deferred, and started anew."""
     mine = rollout_calls.admitter(*range(8), mode="partial", max_staleness=1)
     sampling = {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
     rollout_calls.schedule(server, {"arrived": 4, "step": 10, "tp": 2}, {"step": 20, "tp": 1})

@@ -230,7 +230,7 @@ def check_as_stock(runner: Runner, name: str, requests: list[schedules.Request],
 
 @_side("llama-kv2")
 def test_the_same_prompts_in_two_groups(runner):
-    """After a merge one copy of a prefix goes; who shared it with its owner must not read what comes there next."""
+    """One copy of a prefix goes after a merge; who shared it with its owner must not read what comes there next."""
     prefix = tuple(range(5, 205))
     tails = ((300,), (300, 301), (302,), (303, 304), (300,), (300, 301), (302,), (303, 304))
     sharing = [schedules.Request(prompt=prefix + tail, max_new_tokens=200) for tail in tails]

@@ -18,7 +18,7 @@ from scipy.stats import chi2
 from .streams import GREEDY, hold, switch, through, tokens
 
 ALPHA = 1e-6
-"""Of each chi-square test: what is drawn differs from run to run, and a wrong distribution gives far less."""
+"""Level of each chi-square test: draws differ from run to run, and a wrong distribution gives far less."""
 
 PROMPT = [17, 211, 43, 388, 92, 7, 151]
 
@@ -136,7 +136,7 @@ async def test_ranks_agree_through_switches(adaptive, session, seed):
 
 @pytest.mark.parametrize("degrees", [(1,), (2,), (4, 1), (4, 2)], ids=str)
 async def test_replicas_draw_from_different_streams(adaptive, session, degrees):
-    """The same prompt on each group of a layout, at the same time."""
+    """Each group of a layout has one prompt, at the same time."""
     for tp in (1, *degrees):
         adaptive.reconfigure(tp)
     groups = 4 // degrees[-1]

@@ -98,7 +98,7 @@ async def end_while_it_works(server, send) -> list:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_in_order(start, place, number):
-    """To the whole process group, as a terminal and a service manager do; the second one to a fork."""
+    """The signal goes to the process group, as a terminal and a service manager send it; the second one to a fork."""
     server = start(prefork=None) if number == signal.SIGTERM else start()
     children = server.list_children()
     ends = asyncio.run(end_while_it_works(server, lambda: os.killpg(server.process.pid, number)))

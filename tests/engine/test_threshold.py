@@ -38,7 +38,7 @@ class Client:
         return self.ask("GET", "/pat/status", API_KEY).json()
 
     def switches(self, before: dict[str, Any]) -> list[dict[str, Any]]:
-        """Since that status."""
+        """Number of switches since that status."""
         now = self.status()
         return now["switches"][before["num_switches"] - now["num_switches"] :]
 

@@ -24,11 +24,7 @@ from .weight_updates import (
     update_from_tensor,
 )
 
-SETUPS = {
-    "2ranks": (2,),
-    "4ranks-as-on-cuda": (4, "as on CUDA"),
-    "reshard": (2, "--pat-weights", "reshard"),
-}
+SETUPS = {"2ranks": (2,), "4ranks-as-on-cuda": (4, "as on CUDA"), "reshard": (2, "--pat-weights", "reshard")}
 
 
 @pytest.fixture(scope="module", params=SETUPS)
@@ -108,7 +104,7 @@ def test_get_weights_by_name(setup, start):
 # -- while requests are alive: paused, waited for, aborted.  On two ranks --------------------------------------
 
 STEP = 30
-"""At which the engine holds them, after a merge."""
+"""The decode step at which the engine holds them, after a merge."""
 
 
 def alive(tokens: int) -> list[dict]:
@@ -136,7 +132,7 @@ async def test_update_with_requests_alive_in_the_tail(two, session, mode):
 
 @pytest.mark.parametrize("aborts", [False, True])
 async def test_update_waits_for_running_requests_or_aborts_them(two, session, aborts):
-    """Without a pause SGLang lets running requests finish with the weights they began with."""
+    """SGLang lets running requests finish with the weights they began with, unless it is paused."""
     server = await asyncio.to_thread(two.start_in, 1)
     work = await hold(server, session, alive(3000 if aborts else 200), step=STEP, tp=2)
     update = asyncio.to_thread(update_from_disk, server, two.marker, B, abort_all_requests=aborts)

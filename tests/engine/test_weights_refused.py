@@ -32,7 +32,7 @@ from .weight_updates import (
 
 
 def test_tensors_are_addressed_by_physical_rank(two):
-    """In the base layout each rank is a replica of TP rank 0; its item is still the one of its own number."""
+    """Each rank is a replica of TP rank 0 in the base layout; its item is still the one of its own number."""
     server = two.start_in(2)
     check_success(update_from_tensor(server, [B, C], 2))
     assert sorted({tuple(tokens) for tokens in say(server, count=8, tokens=100)}) == [(B,), (C,)]

@@ -66,7 +66,7 @@ def update_from_disk(server: Server, marker, token: int, **fields: Any) -> Any:
 
 
 def serialize(named: Any) -> str:
-    """As an RL framework in another process tree sends it."""
+    """The tensors as an RL framework in another process tree sends them."""
     from sglang_pat.cpu import shim
 
     shim.ensure()
@@ -109,7 +109,7 @@ def join_group(port: int, ranks: int) -> Any:
 
 
 def describe_group(port: int, ranks: int) -> dict[str, Any]:
-    """The same, for ``/init_weights_update_group``."""
+    """The body of ``/init_weights_update_group``."""
     body = dict(master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=ranks + 1)
     return body | dict(group_name=GROUP, backend="gloo")
 

@@ -49,7 +49,7 @@ def verl_job(flat, tmp_path_factory) -> Runner:
 
 @pytest.fixture(scope="session")
 def verl_mixture_job(tmp_path_factory) -> Runner:
-    """Of a mixture of experts with three layers and two experts a token."""
+    """Runs jobs of a mixture of experts with three layers and two experts a token."""
     return Runner(VerlJob, models.make_random("qwen3_moe", MODELS / "qwen3_moe-flat", logit_std=1), tmp_path_factory)
 
 

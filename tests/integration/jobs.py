@@ -25,7 +25,7 @@ SECONDS = 900
 LEFT_SECONDS = 60
 """Ray's daemons notice the driver's end by and by."""
 SWITCHING = ("--settings", "{{base_tp:1,policy:threshold,switch_at:12}}")
-"""Of a verl job with 16 responses; the engine merges when 12 are left: the first ends of 16 come early in a step."""
+"""Settings of a verl job with 16 responses; the engine merges when 12 are left: the first ends come early in a step."""
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 

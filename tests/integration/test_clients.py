@@ -27,12 +27,12 @@ pytestmark = pytest.mark.integration
 
 CALL = ("<tool_call>", "</tool_call>")
 STEPS = 100_000
-"""Of a schedule without end."""
+"""Steps of a schedule without end."""
 
 
 @pytest.fixture(scope="module")
 def model(flat, tmp_path_factory) -> Path:
-    """With the tokens between which Qwen's tool calls are."""
+    """A model with the tokens between which Qwen's tool calls are."""
     folder = tmp_path_factory.mktemp("clients") / "model"
     shutil.copytree(flat, folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -52,7 +52,7 @@ def four(model) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def switching(server: Server) -> Iterator[None]:
-    """Inside the block ``server`` switches at random, every 10 to 100 decode steps; at its end it must have."""
+    """The server switches inside the block at random, every 10 to 100 decode steps; at its end it must have."""
     degrees = [layout["tp"] for layout in server.status()["candidates"]]
     rng, entries, step, tp = random.Random(1), [], 0, server.status()["layout"]["tp"]
     while step < STEPS:

@@ -41,7 +41,7 @@ def test_a_machine_that_is_too_busy_for_ray_is_told_in_one_line(capfd):
 
 
 def test_openrlhfs_figures_may_be_no_numbers():
-    """Such a run is the one to look at."""
+    """A run with such figures is the one to look at."""
     lines = ["(PPOTrainer) Global step 1: {'reward': nan, 'loss': inf, 'timing/step_total': 2.5}", "another line"]
     (found,) = example("openrlhf_grpo").metrics(lines)
     assert math.isnan(found["reward"]) and math.isinf(found["loss"]) and found["timing/step_total"] == 2.5

@@ -12,7 +12,7 @@ from on_cpu import deepspeed_ops
 pytestmark = pytest.mark.integration
 
 FAST = ("--actor.adam.lr", "3e-3")
-"""So that weights which did not arrive would show."""
+"""A learning rate at which weights that did not arrive would show."""
 AGREE = 0.02
 """Nats: how far trainer and engine, both in bfloat16, may be apart in the mean."""
 
@@ -28,7 +28,7 @@ def test_collocated(openrlhf_job):
 
 @pytest.mark.long
 def test_a_mixture_of_experts(openrlhf_mixture_job):
-    """Its weights come by transformers' names: all experts of a layer in one tensor."""
+    """Weights come by transformers' names: all experts of a layer in one tensor."""
     job = openrlhf_mixture_job(*FAST)
     assert len(job.steps) == 3 and job.switches("decisions.0.jsonl") >= 3
     assert max(map(abs, job.series("vllm_kl"))) < AGREE
@@ -57,7 +57,7 @@ def test_a_wrong_setting_is_refused_in_one_line(openrlhf_job):
 
 
 def test_a_job_killed_in_the_compiler_does_not_hold_up_the_next(tmp_path):
-    """It leaves torch's lock file; whoever finds one waits for it without an end."""
+    """A killed job leaves torch's lock file; whoever finds one waits for it without an end."""
     first, second = tmp_path / "first", tmp_path / "second"
     (deepspeed_ops.copied(first) / "fused_adam" / "lock").touch()
     assert (deepspeed_ops.copied(second) / "fused_adam" / "fused_adam.so").exists()

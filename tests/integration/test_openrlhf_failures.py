@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.soak]
 
 FAULTY = ("--reward.remote_url", str(ROOT / "tests" / "integration" / "openrlhf_faults.py"))
 TENSORS = 30
-"""Of the model: one call each."""
+"""Number of the model's tensors: one call each."""
 
 
 @pytest.fixture(params=["async", "collocated"])

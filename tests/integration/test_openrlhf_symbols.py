@@ -71,7 +71,7 @@ def test_arguments_of_an_engine(engine):
 
 
 def test_engines_are_waited_for_before_models_are_loaded(engine, monkeypatch):
-    """In the driver; one that is refused ends the job there."""
+    """The driver waits; an engine that is refused ends the job there."""
     import openrlhf.trainer.ray as where_it_looks
     from openrlhf.cli import train_ppo_ray
 
@@ -147,7 +147,7 @@ def make_generator(engines: Engines, filters: bool = False):
 
 
 def test_engines_are_told_of_each_round(engine, monkeypatch):
-    """From its first prompt until all agents are done, also if all of these wait for a tool."""
+    """A round lasts from its first prompt until all agents are done, also if all of these wait for a tool."""
     engines = Engines(monkeypatch)
     generator = make_generator(engines)
     generator.generate_samples(max_new_tokens=9)

@@ -152,7 +152,7 @@ def test_tail_batching_in_other_ways(verl_job, options, long_rounds, waiting):
 @pytest.mark.long
 @pytest.mark.parametrize("share", ["half", "most"])
 def test_batches_are_full_however_many_groups_are_useless(verl_job, share):
-    """Of half of the prompts, or of 80%, all responses have the same reward (DAPO's filter)."""
+    """All responses to half of the prompts, or to 80%, have the same reward (DAPO's filter)."""
     job = verl_job(
         *SWITCHING, "--steps", "60", "trainer.v1.trainer_mode=sglang_pat_sync", "trainer.total_training_steps=4",
         "data.shuffle=false", "+trainer.v1.sglang_pat_sync.tail_batching=strict",

@@ -191,10 +191,7 @@ def test_a_wrong_setting_ends_the_job_before_anything_is_loaded(mode):
     [
         ("+{rollout}.engine_kwargs.sglang.page_size=16", "rollout.engine_kwargs.sglang.page_size is 16"),
         ("actor_rollout_ref.model.lora_rank=8", "model.lora_rank is 8, must be 0 (or model.lora.merge true)"),
-        (
-            "actor_rollout_ref.model.path={moe}",
-            "model.path {moe}: an adaptive engine does not support OlmoeForCausal",
-        ),
+        ("actor_rollout_ref.model.path={moe}", "model.path {moe}: an adaptive engine does not support OlmoeForCausal"),
         ("+{rollout}.quantization=fp8", "rollout.quantization is fp8, must be null"),
         ("+{rollout}.engine_kwargs.sglang_pat.device=cpu", "SGLang's own are given with"),
     ],

@@ -23,7 +23,7 @@ ON_CPU = (
 
 @pytest.mark.long
 def test_rewards_are_what_the_model_says(verl_job):
-    """Of all responses of a step, by transformers' own model, whose layers are resident."""
+    """Rewards of all responses of a step against transformers' own model, whose layers are resident."""
     judge = models.make_random("llama", MODELS / "llama-judge", layers=LAYERS)
     model = "reward.reward_model"
     job = verl_job(

@@ -36,8 +36,6 @@ WORDS, END, N = 11, 1, 4
 
 
 class Queue:
-    """As verl's, in this process."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: dict[str, dict[str, Any]] = {}
         for name in ("kv_batch_get", "kv_batch_put", "kv_clear"):
@@ -132,7 +130,7 @@ def make_config(mode: str):
 
 
 def compute_gradient(queue: Queue, batch: KVBatchMeta, mode: str) -> torch.Tensor:
-    """Of verl's loss with respect to a table of logits, after its own padding and advantages."""
+    """The gradient of verl's loss with respect to a table of logits, after its own padding and advantages."""
     config = make_config(mode)
     table = torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(7)).requires_grad_()
     batch = upsample_batch_to_divisible_size(batch, 2 * N, END)
@@ -169,7 +167,7 @@ REWARDS: dict[str, list[float | None]] = {"one": [1.0, 0.0, 1.0, None], "two": [
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_gradient_has_nothing_of_a_sample_without_a_reward(queue, mode):
-    """Neither its tokens nor its reward: it is that of the seven others, divided as for them alone."""
+    """The gradient is that of the seven others, divided as for them alone."""
     batch = queue.add(REWARDS)
     before = {key: dict(row) for key, row in queue.rows.items()}
     trained_as_wrong = compute_gradient(queue, batch, mode)

@@ -43,13 +43,13 @@ def config(name: str = "sglang", settings: object = None, **given) -> RolloutCon
 
 
 def replica(rollout: RolloutConfig, **named):
-    """As verl makes one: the class by its name, then the replica with its configuration."""
+    """A replica as verl makes one: the class by its name, then the replica with its configuration."""
     kind = get_rollout_replica_class(rollout.name)
     return kind(replica_rank=0, config=rollout, model_config=None, gpus_per_node=2, **named)
 
 
 def classes(made) -> tuple[str, str]:
-    """Of the replica, and of its server's actor."""
+    """The class of the replica, and that of its server's actor."""
     return type(made).__name__, made.server_class.__ray_metadata__.class_name.rpartition(".")[2]
 
 
@@ -154,7 +154,7 @@ def test_what_an_agent_has_given_up_is_ended_before_memory_is_released(name, fre
 
 
 def test_the_engine_is_told_of_a_step_that_ends_with_its_sleep(monkeypatch):
-    """From the first request on, or from when our trainer says so; engines that never sleep have no steps."""
+    """A step begins with the first request, or when our trainer says so; engines that never sleep have no steps."""
 
     async def generate(*_):
         return SimpleNamespace(extra_fields={"global_steps": 1}, stop_reason="completed")
@@ -212,7 +212,7 @@ def test_an_engines_actor_handles_a_nodes_requests_at_once():
 
 
 def test_the_client_of_a_server_is_verls_own(monkeypatch):
-    """It says what is wrong with our settings; those of the variable are not about a reward model's client."""
+    """The client says what is wrong with our settings; those of the variable are not about a reward model's client."""
     monkeypatch.setattr(sglang_rollout, "ServerAdapter", lambda config, device_mesh: SimpleNamespace(config=config))
     monkeypatch.setenv("SGLANG_PAT", "base_tp=3")
     for name in ("sglang", "sglang_pat"):
@@ -278,7 +278,7 @@ def test_answers_of_several_responses_pass_through():
         return [answer async for answer in _keep_meta_info(generate)(*answers)]
 
     async def asked():
-        """As ``AdaptiveServer.generate``."""
+        """Stands in for ``AdaptiveServer.generate``."""
         meta = {}
         _meta.set(meta)
         await got(single)

@@ -95,7 +95,7 @@ async def ledger(monkeypatch) -> AsyncIterator[Local]:
 
 
 def make_sample(text: str, uid: str = "one", session: int = 0, source: str = "mine", truth: str = "", step=1, **fields):
-    """As verl's agent loop gives one to a reward worker."""
+    """A sample as verl's agent loop gives one to a reward worker."""
     response = torch.tensor([[ord(letter) for letter in text]])
     batch = TensorDict({"responses": response, "attention_mask": torch.ones_like(response)}, batch_size=1)
     values = {
@@ -196,7 +196,7 @@ async def test_a_function_of_a_file_as_verl_loads_it(ledger, tmp_path, start):
 
 
 class Programs:
-    """In place of a sandbox: a response says how long its cases take; one of 9 s and more is never right."""
+    """Stands in for a sandbox: a response says how long its cases take; one of 9 s and more is never right."""
 
     @staticmethod
     def get_keys(ground_truth):
@@ -306,10 +306,7 @@ def test_the_trainer_tells_what_it_knows_to_a_ledger_that_is_new(tmp_path, monke
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
-        (
-            "{limits: 3}",
-            "reward.sglang_pat has no setting 'limits'; choose from limit, failed_reward, processes",
-        ),
+        ("{limits: 3}", "reward.sglang_pat has no setting 'limits'; choose from limit, failed_reward, processes"),
         ("3", "reward.sglang_pat is 3, must be settings by name, e.g. {limit: 30}"),
         ("{limit: soon}", "reward.sglang_pat.limit is 'soon', must be a number"),
         ("{limit: -1}", "reward.sglang_pat: limit is -1, must be seconds above 0"),
@@ -407,7 +404,7 @@ def test_a_step_waits_only_for_rewards_that_it_keeps(rewarded):
 
 @pytest.mark.long
 def test_under_verls_own_manager_a_step_is_decided_when_responses_end(rewarded):
-    """It waits for rewards then, which take 5 s, and no stopped response is scored."""
+    """The step waits for rewards then, which take 5 s, and no stopped response is scored."""
     job, noted = rewarded(
         "sleep", "noted", "--batch", "8", "--samples", "1", "--response", "512", "--steps", "6",
         "data.gen_batch_size=1", "trainer.total_training_steps=2", "reward.reward_manager.name=naive",

@@ -68,7 +68,7 @@ def test_an_agent_of_several_turns(verl_job, own_modules, tmp_path):
 
 @pytest.mark.soak
 def test_a_reward_model_beside_the_engine(verl_job, own_modules, flat, tmp_path, monkeypatch):
-    """It is verl's own SGLang, though it has the engine's name and the variable is there."""
+    """The reward model is verl's own SGLang, though it has the engine's name and the variable is there."""
     monkeypatch.setenv("SGLANG_PAT", "base_tp=1")
     model = {
         "enable": "true", "enable_resource_pool": "true", "n_gpus_per_node": 2, "nnodes": 1,

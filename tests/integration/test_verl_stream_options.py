@@ -142,7 +142,7 @@ def test_advantages_that_follow_from_a_group_are_allowed(name):
 
 
 def compute_gradient(actor: ActorConfig, rows: list[int], tokens: int, sequences: int) -> torch.Tensor:
-    """Of verl's loss of some rows, divided as a batch of so many tokens and sequences."""
+    """The gradient of verl's loss of some rows, divided as a batch of so many tokens and sequences."""
     log_probs = -3 * torch.rand(MASK.shape, generator=draw(2))
     log_probs.requires_grad_()
     old = (log_probs + torch.randn(MASK.shape, generator=draw(3)) / 9).detach()

@@ -27,11 +27,11 @@ STRICT = {"tail_batching": "strict", "eta_prompts": 1.5, "max_deferrals": 4}
 SAMPLER = {"max_off_policy_threshold": None, "max_off_policy_strategy": "drop", "sampler_kwargs": {}}
 MODES = {"strict": {}, "reorder": {"tail_batching": "reorder"}, "unbiased": {"unbiased": True}}
 TEXTS: dict[str, int] = {}
-"""Of all prompts that were ever submitted, by uid."""
+"""Texts of all prompts that were ever submitted, by uid."""
 
 
 def spread(share: float) -> Callable[[int], bool]:
-    """So large a share of the prompts, in no order."""
+    """A share of the prompts, in no order."""
     return lambda text: random.Random(text).random() < share
 
 
@@ -284,7 +284,7 @@ def test_a_group_that_was_judged_useless_never_waits():
 
 
 def test_a_step_starts_no_more_than_it_needs_when_its_batch_is_there():
-    """In place of the useless groups that are seen together with the last of the batch nothing is started."""
+    """Nothing replaces the useless groups that are seen together with the last of the batch."""
     world = World(0, look=LIMIT, useless=lambda text: text % 12 in (0, 1, 2))
     world.step(1)
     assert len(world.started) == 1 and len(world.started[0]) == 12
@@ -312,7 +312,7 @@ def test_the_engine_is_told_of_each_step_what_is_known_of_it():
 
 
 class Failing(World):
-    """Its agents raise for prompts of some texts."""
+    """A manager whose agents raise for prompts of some texts."""
 
     def __init__(self, *args, fails, **named) -> None:
         super().__init__(*args, **named)
@@ -331,7 +331,7 @@ class Failing(World):
 
 
 def test_prompts_that_have_failed_are_left_out_of_the_step():
-    """As in verl, which trains on what there is of a step."""
+    """Training is on what there is of a step, as in verl."""
     world = Failing(1, fails=lambda text: text == 1)
     texts, metrics = world.step(1)
     assert 1 in texts and len(texts) == BATCH and metrics["failed_prompts"] == 1
@@ -408,7 +408,7 @@ class Rewarding(World):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_does_not_wait_for_rewards_to_know_which_prompts_it_takes(mode):
-    """It takes the same prompts as if rewards took no time, and generates not one token more."""
+    """The step takes the same prompts as if rewards took no time, and generates not one token more."""
 
     def train(world: World) -> tuple[list[list[int]], int]:
         return [world.step(number)[0] for number in range(1, 21)], world.tokens

@@ -12,7 +12,7 @@ import aiohttp
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 
 FIRST_TOKENS = 48
-"""Of the first turn, at most."""
+"""Most tokens of the first turn."""
 TOOL = [7, 8, 9, 10, 11]
 """What the agent's tool answers."""
 NO_SCORES: dict[str, Any] = {"turn_scores": [], "tool_rewards": []}

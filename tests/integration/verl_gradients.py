@@ -77,7 +77,7 @@ def make_config(model: str, overrides: tuple[str, ...]) -> Any:
 
 
 def make_samples(step: int) -> TensorDict:
-    """Of a step: lengths of all kinds, some tokens that do not count, and one response of which none does."""
+    """Samples of a step: lengths of all kinds, some tokens that do not count, and one response of which none does."""
     draw = torch.Generator().manual_seed(step)
 
     def tokens(size: int) -> torch.Tensor:

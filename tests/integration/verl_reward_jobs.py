@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 5.0
-"""That :func:`sleep` takes."""
+"""Seconds that :func:`sleep` takes."""
 TASK = {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "4\n"]}
 RIGHT = "import time\nnumber = int(input())\ntime.sleep(number - 1)\nprint(2 * number)"
 """Takes a second in the second case."""
@@ -32,7 +32,6 @@ def _note(**line: Any) -> None:
 
 
 def _kill_once(pid: int, what: str) -> None:
-    """In a job."""
     try:
         Path(os.environ["VERL_FILE_LOGGER_PATH"]).with_name("killed").touch(exist_ok=False)
     except FileExistsError:
@@ -42,7 +41,7 @@ def _kill_once(pid: int, what: str) -> None:
 
 
 def count_vowels(solution_str: str, **_: Any) -> float:
-    """As the example's, and killed once."""
+    """The example's reward, and killed once."""
     if _WHAT == "killed":
         _kill_once(os.getpid(), "a process")
     return share_of_vowels(solution_str)

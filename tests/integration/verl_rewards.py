@@ -6,7 +6,7 @@ from hashlib import sha256
 
 
 def draw(text: str) -> float:
-    """From 0 to 1, by a hash."""
+    """A number from 0 to 1, by a hash."""
     return int.from_bytes(sha256(text.encode()).digest()[:4], "big") / 2**32
 
 
@@ -28,14 +28,14 @@ def fails(response: str) -> bool:
 
 
 def half_of_most(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float:
-    """As :func:`half`, and it fails for one response of five."""
+    """The reward :func:`half`, which fails for one response of five."""
     if fails(solution_str):
         raise ValueError("no reward")
     return _score(0.5, solution_str, extra_info["index"])
 
 
 JUDGED_TOKENS = 48
-"""Of a response: a judge reads no more."""
+"""Tokens of a response that a judge reads at most."""
 
 
 async def ask_judge(

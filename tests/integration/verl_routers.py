@@ -43,7 +43,7 @@ class Killing(Noting):
 
 
 def arguments(balancer: type[Noting], folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """Of a job with two engines of two GPUs, and this balancer."""
+    """Arguments of a job with two engines of two GPUs, and this balancer."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     router = folder / "router.yaml"
     router.write_text(f"router_class: {balancer.__module__}.{balancer.__name__}\n")

@@ -35,6 +35,9 @@ BATCH, FIRST = 8, 3
 COMPUTED = {"log_probs", "old_log_probs", "ref_log_prob", "entropy", "advantages", "returns"}
 """Fields of a sample that a trainer adds."""
 GATE = "gate"
+ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+ENGINE = f"{ROLLOUT}.checkpoint_engine"
+HYBRID = "trainer.v1.separate_async.hybrid_rollout.enable_switch=true"
 
 
 class Gate:
@@ -75,7 +78,7 @@ class GatedAgent(SingleTurnAgentLoop):
 
 
 class TailAgent(GatedAgent):
-    """Also, each third prompt goes on until it is stopped, but in a round for such prompts."""
+    """An agent of whose prompts each third goes on until it is stopped, but in a round for such prompts."""
 
     takes_long = staticmethod(lambda index: index % 3 == 2)
 
@@ -101,12 +104,12 @@ class RareTailAgent(TailAgent):
 
 
 def is_useful(index: int) -> bool:
-    """To the reward function ``half``."""
+    """Whether the reward function ``half`` finds a prompt useful."""
     return verl_rewards.draw(f"prompt {index}") >= 0.5
 
 
 def get_path(step: int) -> Path:
-    """Of the samples of a step; both jobs have the same."""
+    """The file of the samples of a step; both jobs have the same."""
     return Path(os.environ["STREAM_SAMPLES"]) / f"{step}.pt"
 
 
@@ -182,7 +185,7 @@ class InterruptedWorker(LentWorker):
 
 
 class InterruptedStep(RecordedStep):
-    """Its first chunk is not over before the batch is complete."""
+    """A step whose first chunk is not over before the batch is complete."""
 
     gpus: LentRanks
     left_over = 0

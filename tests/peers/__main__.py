@@ -34,7 +34,7 @@ FILES = (
     "radix_cache/test_radix_attention.py",
     "sampling/test_penalty.py",
 )
-"""Below ``test/registered``: endpoints, ``Engine``, scheduler control, priorities, queues, grammars, OpenAI's API.
+"""Files below ``test/registered``: endpoints, ``Engine``, scheduler control, priorities, queues, grammars, OpenAI.
 
 Not here: ``scheduler/test_retract_decode.py`` (MMLU's questions), ``rl/test_update_weights_from_tensor.py`` (knows
 the shapes and values of Llama-3.2-1B, and names CUDA) and ``observability/test_metrics.py`` (asks for SGLang's device

@@ -1,4 +1,4 @@
-"""For pytest: SGLang's tests get a small model, and an engine of two CPU ranks that switches from start to end.
+"""A plug-in for pytest: SGLang's tests get a small model, and an engine of two CPU ranks that switches all the time.
 
 The model is a random one with SmolLM2's tokenizer, which is quick and seldom ends by itself; SmolLM2 itself where an
 answer must make sense.
@@ -49,7 +49,7 @@ Limits and priorities hold for each replica, so the engine goes to one replica a
 MODELS = Path(".cache").resolve() / "models"
 
 SECONDS = (0.1, 1.5)
-"""Between two switches of a server, at random.  An ``Engine`` switches by a schedule, every three tokens."""
+"""Seconds between two switches of a server, at random.  An ``Engine`` switches by a schedule, every three tokens."""
 
 _servers = _switches = 0
 _logs: list[Path] = []
@@ -126,7 +126,7 @@ def _adapt(policy: str) -> None:
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
-    """Before a file is imported, which takes its models by name."""
+    """Set models before a file is imported, which takes them by name."""
     if not isinstance(collector, pytest.Module):
         return
     from sglang.test import test_utils
@@ -149,7 +149,7 @@ def _random(tokenizer: Path) -> Path:
 
 
 def _switch(url: str, key: str | None, process: Any) -> None:
-    """To and fro, as long as the server lives."""
+    """Switch to and fro, as long as the server lives."""
     draw, tp = random.Random(url), 2
     while process.poll() is None:
         time.sleep(draw.uniform(*SECONDS))
@@ -186,7 +186,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _all_switches() -> int:
-    """Those of servers, and those that the decisions of engines show: at least so many."""
+    """Least number of switches: those of servers, and those that the decisions of engines show."""
     found = _switches
     for log in filter(Path.exists, _logs):
         events = map(json.loads, log.read_text().splitlines())

@@ -114,7 +114,6 @@ class GarbageSaver:
 
 
 def rehearse_memory_saver() -> None:
-    """With ``--enable-memory-saver``."""
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter, _TorchMemorySaverAdapterNoop
 

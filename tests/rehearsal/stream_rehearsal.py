@@ -75,7 +75,7 @@ class Event:
 
 
 class Streams:
-    """In the place of ``torch.cuda``."""
+    """Stands in for ``torch.cuda``."""
 
     Stream, Event = Stream, Event
 

@@ -31,14 +31,14 @@ def dumps(admitter: Admitter) -> bytes:
 
 
 def loads(data: bytes, rules: Rules | None = None) -> Admitter:
-    """It, in another process, where a round that was under way has not happened."""
+    """The admitter in another process, where a round that was under way has not happened."""
     found = Admitter(rules or state.load_admitter(data, "it")[0])
     found.load_state_dict({"admitter": data}, "it")
     return found
 
 
 def fixed_length(key: PromptKey, number: int) -> int:
-    """Of a response, always the same; short mostly."""
+    """The length of a response, always the same; short mostly."""
     value = (key.epoch * 7919 + key.index * 104729 + number * 1299709) % 97
     return 1 + (value % 11 if value % 5 else 3 * value)
 
@@ -103,14 +103,14 @@ class World:
         self._do(self.admitter.begin(self.version))
 
     def finish(self, sample: SampleId) -> None:
-        """It ends, perhaps while its abort is on the way."""
+        """A sample ends, perhaps while its abort is on the way."""
         had = self.running.pop(sample)
         if sample in self.stopping:
             self.stopping.remove(sample)
         self._do(self.admitter.record_finished(sample, self._output(self.of(sample) - had, "stop")))
 
     def stop(self, sample: SampleId, tokens: int) -> None:
-        """Its abort is confirmed after it made so many more tokens (at most all but one)."""
+        """A sample's abort is confirmed after it made so many more tokens (at most all but one)."""
         had = self.running.pop(sample)
         if sample in self.stopping:
             self.stopping.remove(sample)
@@ -139,7 +139,7 @@ class World:
         self._do(self.admitter.cancel())
 
     def save_and_restore(self) -> None:
-        """In another process, where a round that was under way has not happened."""
+        """Go on in another process, where a round that was under way has not happened."""
         data, under_way = dumps(self.admitter), self.admitter.state.round is not None
         self.admitter = loads(data)
         assert dumps(self.admitter) == data

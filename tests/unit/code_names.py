@@ -31,9 +31,15 @@ class Scope:
     bases: list[str] = field(default_factory=list[str])
 
 
-def list_files() -> Iterator[Path]:
-    for folder in FOLDERS:
-        yield from sorted((ROOT / folder).rglob("*.py"))
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def list_files(*folders: Path) -> list[Path]:
+    """Python files below folders, by default all of the repository's, without copies that building a package leaves."""
+    found = (path for folder in folders or [ROOT / name for name in FOLDERS] for path in sorted(folder.rglob("*.py")))
+    return [path for path in found if "build" not in path.relative_to(ROOT).parts]
 
 
 def make_module_name(path: Path) -> str:
@@ -44,10 +50,10 @@ def make_module_name(path: Path) -> str:
 
 @cache
 def read_modules() -> dict[str, Scope]:
-    """Of this repository, by dotted name."""
+    """The modules of this repository, by dotted name."""
     modules = {}
     for path in list_files():
-        name, tree = make_module_name(path), ast.parse(path.read_text())
+        name, tree = make_module_name(path), parse(path)
         package = name if path.stem == "__init__" else name.rpartition(".")[0]
         modules[name] = _read_scope(name, tree, package)
     return modules

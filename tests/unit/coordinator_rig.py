@@ -63,7 +63,7 @@ class Rig:
             self.deliver()
 
     def finish(self, requests: int) -> None:
-        """So many of each rank end in one step."""
+        """Requests end in one step, so many of each rank."""
         for rank in range(self.config.num_ranks):
             for _ in range(requests):
                 self.world.finish(rank)

@@ -95,7 +95,6 @@ class Rank:
     """What it was told to compile for that epoch."""
 
     def grammars(self) -> list[m.Grammar]:
-        """Of its requests."""
         count = len(self.requests)
         return [m.Grammar(kind="regex", text=text, count=count) for text in ("", f"{self.rank}") if count]
 

@@ -1,13 +1,21 @@
-"""How many inputs a property test draws."""
+"""How many inputs a test draws: all in ``make soak``, where they are others in each run, and some elsewhere."""
 
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
-from hypothesis import settings
+if TYPE_CHECKING:
+    from hypothesis import settings
+
+
+def fewer(count: int) -> int:
+    """``count`` in ``make soak``, a quarter of it, at least ten, else."""
+    return count if os.environ.get("HYPOTHESIS_PROFILE") == "search" else max(10, count // 4)
 
 
 def examples(count: int) -> settings:
-    """``count`` inputs where others are drawn in each run (``make soak``), a quarter of them, at least ten, else."""
-    search = os.environ.get("HYPOTHESIS_PROFILE") == "search"
-    return settings(max_examples=count if search else max(10, count // 4))
+    """Settings of a property test with :func:`fewer` of ``count`` inputs."""
+    from hypothesis import settings
+
+    return settings(max_examples=fewer(count))

@@ -20,7 +20,7 @@ SECONDS = 60
 
 
 class Ticking(Played):
-    """For other threads: ``begun``, and ``idle`` when nothing runs any more."""
+    """An engine that tells other threads: ``begun``, and ``idle`` when nothing runs any more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def admitter(*lengths: int, **rules: Any) -> Admitter:
 
 
 async def list_events(mine: Admitter, engine: Ticking, judge=None) -> AsyncGenerator[Group | Summary, None]:
-    """As ``Engine.async_rollout``."""
+    """Stands in for ``Engine.async_rollout``."""
     round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": FOREVER}, judge or keep_every_group)
     try:
         async with aclosing(aiter(round_)) as events:

@@ -39,7 +39,7 @@ LENT = [
     for s in divisors(old.num_ranks)[1:]
     if old.dp % s == new.dp % s == 0
 ]
-"""The same while ranks are lent."""
+"""Pairs of layouts while ranks are lent."""
 
 LENDING = [
     (layout.with_stride(r), layout.with_stride(s))
@@ -103,7 +103,7 @@ def cases(draw, roomy: bool = True, moves: list[tuple[ParallelLayout, ParallelLa
     sharing = rng.choice([0.0, 0.5, 1.0])
     names = itertools.count()
     # Divisible by every ratio of heads; few are in use, at the beginning or anywhere.
-    all_tokens, all_slots, num_slots = [], [], 2400
+    all_tokens, all_slots, num_slots = [], [], 480
     span = rng.choice([200, num_slots])
     for leader in old.leaders:
         free = iter(rng.permutation(np.arange(1, span)))

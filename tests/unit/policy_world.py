@@ -21,8 +21,8 @@ def snapshot(
     since_abort=600.0, requests=None, degrees=DEGREES, complete=False, coming=0,
     in_round=False,
 ) -> Snapshot:  # fmt: skip
-    """Of requests with these present lengths, by default dealt out to the replicas in turn; ``coming``: so many are
-    expected in all."""
+    """A snapshot of requests with these present lengths, by default dealt out to the replicas in turn; ``coming``: so
+    many are expected in all."""
     outputs = np.asarray(outputs, dtype=np.int64)
     number = len(outputs)
     return Snapshot(
@@ -79,7 +79,6 @@ def crossing(control=0.05, kv=1e-7, **parts) -> Profile:
 
 @st.composite
 def profiles(draw) -> Profile:
-    """Of any machine, sensible or not."""
     seconds = st.floats(1e-4, 0.1)
     decode = decode_points(lambda *_: draw(seconds), draw(st.sampled_from([(1,), (1, 8)])), (128, 2048))
     prefill = prefill_points(lambda *_: draw(seconds), (1, 4), (128, 2048))

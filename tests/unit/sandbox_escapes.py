@@ -1,4 +1,4 @@
-"""What a program may try in a sandbox; run by another user as a command: ``sandbox_escapes.py SANDBOX NAME``.
+"""What a program may try in a sandbox; run by another user as a command: ``sandbox_escapes.py SANDBOX STDIN``.
 
 Needs the standard library only, since an environment of root cannot be read by another user.
 """
@@ -17,9 +17,9 @@ from reward_sandbox.runs import Resources
 
 MEMORY, PROCESSES, TMP, OUTPUT = 256 << 20, 6, 8 << 20, 100_000
 SECRET = "a key of the job"
-LIMIT, MAXIMUM = 0.3, 60.0
+LIMIT, MAXIMUM = 0.1, 60.0
 CUT = ("endless", "sleeps", "ignores_signals", "fork_bomb")
-"""Those that do not end; the others have all the time."""
+"""Programs that do not end; the others have all the time."""
 
 TRY = """
 import ctypes, os, signal, socket, sys, time
@@ -174,4 +174,4 @@ def attempt(sandbox: Bubblewrap, name: str, stdin: str = "") -> dict[str, Any]:
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     made = Bubblewrap(bwrap=given["bwrap"], python=given["python"], folders=tuple(given["folders"]))
-    print(json.dumps(attempt(made, *sys.argv[2:])))
+    print(json.dumps({name: attempt(made, name, sys.argv[2]) for name in ESCAPES}))

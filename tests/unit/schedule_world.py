@@ -53,7 +53,7 @@ class Fired:
 
 
 class World:
-    """It is the coordinator's outbox.  Whose turn it is, is drawn at random; a turn takes a second.
+    """The coordinator's outbox.  Whose turn it is, is drawn at random; a turn takes a second.
 
     Args:
         decide: in place of the policy that the options name.
@@ -122,7 +122,7 @@ class World:
     # -- the ranks ------------------------------------------------------------------------------------
 
     def run(self, until=lambda world: False, turns: int = 20_000) -> None:
-        """Until nobody has anything to do, or ``until`` says so."""
+        """Take turns until nobody has anything to do, or ``until`` says so."""
         for _ in range(turns):
             if until(self):
                 return

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from sglang_pat.cpu import shm
 
+from .drawn import fewer
 from .ranks import emulated_link
 from .shm_values import Op, same, values
 
@@ -22,10 +23,7 @@ def check_refusals(rank, n, group):
     for call, says in (
         (lambda: dist.all_reduce(torch.ones(2), Op.BAND, group=group), "integer or bool"),
         (lambda: dist.all_gather_into_tensor(torch.ones(3 * n), torch.ones(2), group=group), f"{n} times"),
-        (
-            lambda: dist.all_to_all_single(torch.ones(n), torch.ones(n), [1] * n, [2] * n, group=group),
-            "sum to",
-        ),
+        (lambda: dist.all_to_all_single(torch.ones(n), torch.ones(n), [1] * n, [2] * n, group=group), "sum to"),
         (lambda: dist.send(torch.ones(1), group_dst=rank, group=group), "another rank|itself|same"),
     ):
         with pytest.raises((ValueError, RuntimeError, NotImplementedError), match=says):
@@ -125,7 +123,7 @@ def check_threads(rank, n, group):
 
     def guarded(work):
         try:
-            for i in range(200):
+            for i in range(fewer(200)):
                 work(i)
         except BaseException:
             errors.append(traceback.format_exc())

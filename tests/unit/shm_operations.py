@@ -9,6 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from .drawn import fewer
 from .shm_values import BIG, FLOATS, INTS, Op, expected_reduction, same, values
 
 
@@ -20,7 +21,8 @@ def check_reductions(rank, n, group):
     }
     for dtype in FLOATS + INTS + [torch.bool]:
         kind = torch.float32 if dtype.is_floating_point else torch.bool if dtype == torch.bool else torch.int32
-        for i, (op, numel) in enumerate(itertools.product(ops_of[kind], (0, 1, 7, 4096 // dtype.itemsize, 30_001))):
+        lengths = [(Op.SUM, numel) for numel in (0, 1, 4096 // dtype.itemsize)]  # the operation is the same in all
+        for i, (op, numel) in enumerate([*lengths, *itertools.product(ops_of[kind], (7, 30_001))]):
             inputs = [values(r, numel, dtype) for r in range(n)]
             want = expected_reduction(inputs, op)
             got = inputs[rank].clone()
@@ -92,7 +94,7 @@ def check_gathers(rank, n, group):
 def check_many_broadcasts_race(rank, n, group):
     """Roots take turns without any wait between: a rank may run ahead of a slow one."""
     g = torch.Generator().manual_seed(rank)
-    for i in range(400):
+    for i in range(fewer(400)):
         x = torch.full((64,), rank * 1000 + i)
         if torch.rand((), generator=g) < 0.02:
             time.sleep(0.001)
@@ -104,26 +106,15 @@ def check_many_broadcasts_race(rank, n, group):
             assert y.item() == n * i + n * (n - 1) // 2
 
 
-def check_random_sequence(rank, n, group, length=300, seed=0):
+def check_random_sequence(rank, n, group, seed=0):
     """Operations in random order and sizes, with ranks that dawdle.
 
     Steps of different kinds must not run into each other, whoever writes and however far ahead a rank is.
     """
     same_for_all, own = random.Random(seed), random.Random(seed * 100 + rank)
-    for i in range(length):
-        name = same_for_all.choice(
-            [
-                "all_reduce",
-                "reduce",
-                "broadcast",
-                "gather",
-                "scatter",
-                "all_gather",
-                "reduce_scatter",
-                "all_to_all",
-                "barrier",
-            ]
-        )
+    names = "all_reduce reduce broadcast gather scatter all_gather reduce_scatter all_to_all barrier".split()
+    for i in range(fewer(600)):
+        name = same_for_all.choice(names)
         numel = same_for_all.choice([0, 1, 63, 2000, 2000, 40_000, 150_000])
         root = same_for_all.randrange(n)
         if own.random() < 0.05:
@@ -168,11 +159,7 @@ def check_random_sequence(rank, n, group, length=300, seed=0):
 
 
 def check_all_to_all(rank, n, group):
-    for scale in (
-        0,
-        1,
-        40_000,
-    ):  # the last: streams longer than the staging buffer, from few to one destination
+    for scale in (0, 1, 40_000):  # the last: streams longer than the staging buffer, from few to one destination
         splits = [[(i * 5 + j * 3) % 4 * scale for j in range(n)] for i in range(n)]
         splits[0][n - 1] *= 9
         full = [values(r, sum(splits[r]) * 3, torch.float32).view(-1, 3) for r in range(n)]

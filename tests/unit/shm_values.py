@@ -23,7 +23,7 @@ def values(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Te
 
 
 def expected_reduction(inputs: list[torch.Tensor], op) -> torch.Tensor:
-    """In rank order; half types in float32 with one rounding; bit for bit what the backend promises."""
+    """The sum in rank order, half types in float32 with one rounding; bit for bit what the backend promises."""
     dtype = inputs[0].dtype
     if dtype == torch.bool:
         combine = torch.logical_or if op in (Op.SUM, Op.MAX, Op.BOR) else torch.logical_and

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.unit
 
 @pytest.fixture(autouse=True)
 def no_model(monkeypatch):
-    """To make one takes seconds, and no step here asks for it."""
+    """No model is made: that takes seconds, and no step here asks for it."""
     monkeypatch.setattr("sglang_pat.testing.models.make_random", lambda arch, folder, **_: folder)
 
 
@@ -229,7 +229,7 @@ def test_the_large_model_is_chosen_by_memory(gpus, tmp_path, monkeypatch, sharin
 
 
 def test_engines_on_a_gpu(gpus, tmp_path, monkeypatch):
-    """In float32 only Triton's attention works there; small batches have few graphs."""
+    """Triton's attention is the only one that works in float32 there; small batches have few graphs."""
     started = []
     monkeypatch.setattr(
         bench, "Worker", lambda *given, **more: started.append((given, more)) or SimpleNamespace(stop=int)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 
 import pytest
@@ -21,6 +22,7 @@ LENGTHS = "body-atom:6.363,0.70,16384,0.02"
 MANY_LONG = "body-atom:5,0.2,4000,0.1"
 
 
+@functools.cache
 def list_summaries(shape: str, rounds: int, **rules) -> list:
     """Summaries of rounds in which a step takes 10 ms whatever runs."""
     job = simulation(shape, predictor=Constant(), **{"eta_responses": 1.0} | rules)
@@ -41,7 +43,7 @@ def test_the_chance_of_a_bin_to_have_the_longest():
 
 @pytest.mark.parametrize("eta", [1.0, 1.25])
 def test_plain_seconds_are_those_of_plain_rounds(eta):
-    plain = [summary.seconds for summary in list_summaries(LENGTHS, 100, eta_prompts=1.0)]
+    plain = [summary.seconds for summary in list_summaries(LENGTHS, 60, eta_prompts=1.0)]
     last = list_summaries(LENGTHS, 40, eta_responses=eta)[-1]
     assert last.plain_seconds == pytest.approx(sum(plain) / len(plain), rel=0.25)
     assert last.mean_seconds < 0.7 * last.plain_seconds

@@ -170,7 +170,7 @@ def test_the_estimate_is_what_the_returned_lengths_should_have_been():
     def length(key, number):
         return 1 + int(random.Random(f"{tuple(key)} {number}").expovariate(1 / 200))
 
-    last = whole_epoch(strict(num_prompts=16, num_responses=4), 320, length).rounds[-1]
+    last = whole_epoch(strict(num_prompts=16, num_responses=4), 192, length).rounds[-1]
     assert last.mean_returned < 160
     assert last.mean_undropped == pytest.approx(200, rel=0.1)
 

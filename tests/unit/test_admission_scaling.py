@@ -14,6 +14,7 @@ from sglang_pat.rollout.rules import Rules
 from tests.unit.for_each import for_each
 
 from .admission_scanning import ScanningAdmitter
+from .drawn import fewer
 from .lines_run import lines_run
 
 pytestmark = pytest.mark.unit
@@ -22,7 +23,7 @@ MODES = ("strict", "reorder", "partial")
 
 
 def plain(value: Any) -> Any:
-    """With what comes at the end of ``owed`` left out, which is 0."""
+    """The value as plain types, without the zeros at the end of ``owed``."""
     value = msgspec.to_builtins(value)
     round_ = value.get("round") if isinstance(value, dict) else None
     while round_ and round_["owed"] and not round_["owed"][-1]:
@@ -105,7 +106,7 @@ def anything(seed: int, prompts: int, responses: int, events: int) -> None:
             both.tell("record_finished" if output.finish_reason else "record_stopped", sample, output)
 
 
-@for_each([(seed,) for seed in range(60)])
+@for_each([(seed,) for seed in range(fewer(60))])
 def test_decisions_are_those_of_the_definitions(seed: int):
     anything(seed, prompts=5, responses=3, events=250)
 
@@ -116,7 +117,7 @@ def test_in_larger_rounds_as_well(seed: int):
 
 
 def count_lines(mode: str, prompts: int) -> int:
-    """Of the costliest of the events in the middle of a round's samples."""
+    """Lines of the costliest of the events in the middle of a round's samples."""
     admitter = Admitter(Rules(mode=mode, num_prompts=prompts, num_responses=4, eta_responses=1.0))
     admitter.feed([((0, index), None) for index in range(6 * prompts)])
     running: list[SampleId] = []

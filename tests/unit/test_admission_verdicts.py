@@ -47,7 +47,7 @@ def test_batches_are_full_until_the_epoch_ends(mode, useless):
 
 
 def test_what_is_useless_is_started_for_in_advance():
-    """Once it is known that every second group is useless, twice as many are started, and fed."""
+    """Twice as many are started, and fed, once it is known that every second group is useless."""
     world = World(strict(num_prompts=8, eta_prompts=1.0, eta_responses=1.0, filter_groups=True))
     assert world.admitter.wanted == 8
     world.admitter.state.verdicts = [49.0, 99.0]

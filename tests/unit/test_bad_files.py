@@ -51,9 +51,7 @@ PROFILES = [
     (change_profile("switches", to=[]), "no switches"),
     (without(tp=4), "no decode times of tp=4, with all 1 replicas at work"),
 ]
-OTHERS = [
-    (lambda path: job_settings.check({"profile": path}, 4, "settings"), b"{}", "settings: profile "),
-]
+OTHERS = [(lambda path: job_settings.check({"profile": path}, 4, "settings"), b"{}", "settings: profile ")]
 
 
 CASES = [(profiles.load, *case) for case in PROFILES] + OTHERS

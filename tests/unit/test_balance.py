@@ -128,7 +128,7 @@ def test_what_an_engine_reports_is_its_status():
 
 
 def test_an_engine_that_has_just_switched_is_not_full():
-    """Its leaders have requests, but have not said yet how much KV there is."""
+    """The engine's leaders have requests, but have not said yet how much KV there is."""
     rig = Rig(1, 2)
     rig.work(2)
     rig.settle()

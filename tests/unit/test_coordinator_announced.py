@@ -55,7 +55,7 @@ def test_weights_are_updated_in_the_middle_of_a_round():
 
 
 def test_a_long_response_keeps_its_round_though_its_client_says_nothing():
-    """And when it has ended, its client has the whole lease for the next turn; reports are of changes only."""
+    """The client has the whole lease for the next turn when it has ended; reports are of changes only."""
     rig = Rig(1, 2, policy="threshold", switch_at=4)
     rig.coordinator.handle_round(m.BeginRound(name="agents", requests=1, lease_seconds=LEASE_SECONDS), 0.0)
     rig.work(1)

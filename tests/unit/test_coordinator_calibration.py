@@ -17,7 +17,7 @@ TOOK = {1: 0.012, 2: 0.02}
 """Seconds of a step, by degree, at the shortest context; the profile says 0.01 of both, everywhere."""
 
 POWER = 0.1
-"""With the context, a step of tp2 takes so much more."""
+"""How a step of tp2 grows with the context."""
 
 
 class Predictor:
@@ -26,7 +26,6 @@ class Predictor:
 
 
 def calibrate(rig: Rig, turns: int = 4) -> None:
-    """As ``server/calibration.py`` has it done."""
     for turn in range(turns):
         rig.coordinator.calibrate(m.CalibrationTurn(), 0.0)
         each, context = TURNS[turn]

@@ -317,7 +317,7 @@ def test_and_for_a_request_that_no_round_was_announced_for():
 
 
 def test_requests_of_others_do_not_renew_its_lease():
-    """Neither those of another round, nor those that nobody can attribute, as its own round has all of its own."""
+    """Requests of another round do not, nor those that nobody can attribute, as its own round has all of its own."""
     rig = Rig(1, 4)
     rig.coordinator.handle_round(m.BeginRound(name="trainer", requests=1), 0.0)
     rig.work(1)

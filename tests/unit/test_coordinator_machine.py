@@ -27,7 +27,7 @@ pytestmark = pytest.mark.unit
 
 RANK = st.integers(0, 3)
 FATE = st.sampled_from(["fine", "fine", "fine", "prepare", "abort"])
-"""Of the next switch that is prepared."""
+"""The fate of the next switch that is prepared."""
 
 
 class CoordinatorMachine(RuleBasedStateMachine):
@@ -78,7 +78,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule(pauses=st.booleans())
     def pause(self, pauses):
-        """Or its end: ranks take it in turn, and switch in it."""
+        """A pause or its end: ranks take it in turn, and switch in it."""
         self.coordinator.receive(replace(control(self._next(), "pause"), pauses=pauses), self.now)
 
     @rule(which=st.integers(0, 2))

@@ -252,7 +252,7 @@ def test_a_probe_moves_no_idle_engine():
 
 
 def test_threshold_does_not_merge_for_a_probe():
-    """As it does for what is left once nothing has come for a second."""
+    """The policy merges for what is left once nothing has come for a second."""
     rig = Rig(1, 2, policy="threshold", switch_at=2)
     probe(rig, 50.0)
     rig.settle()

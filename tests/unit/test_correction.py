@@ -33,7 +33,7 @@ def steps(factor: float, batch: float = BATCH, context: float = CONTEXT, number:
 
 
 def observe_reports(truth: dict[int, float], reports: int, noise: float = 0.1, seed: int = 0) -> StepFactors:
-    """After so many noisy reports of each of these layouts, in turn, half a second apart."""
+    """The correction after so many noisy reports of each of these layouts, in turn, half a second apart."""
     random, factors = np.random.default_rng(seed), StepFactors(DEGREES)
     for number in range(reports * len(truth)):
         tp = list(truth)[number % len(truth)]
@@ -61,7 +61,7 @@ def test_before_anything_is_seen_the_profile_holds():
 
 
 def test_a_layout_that_was_never_visited_has_the_common_factor():
-    """Of a machine that is slower today most is common: the layouts' order hardly changes."""
+    """Most of what makes a machine slower today is common: the layouts' order hardly changes."""
     factors = observe_reports({1: 1.3}, 200)
     assert at(factors, 1) == pytest.approx(1.3, rel=0.02)
     assert at(factors, 2) == at(factors, 4) and 1.2 < at(factors, 2) < at(factors, 1)
@@ -120,7 +120,7 @@ def make_calibrated(truth: dict[int, StepFactor], noise: float, turns: int = 4, 
 
 
 def off(tp1: float, tp2: float, tp4: float) -> dict[int, StepFactor]:
-    """The same error everywhere."""
+    """One error everywhere."""
     return dict(zip(DEGREES, map(StepFactor, (tp1, tp2, tp4)), strict=True))
 
 
@@ -137,7 +137,7 @@ def test_a_calibration_finds_what_is_wrong_before_the_first_step(seed):
     "power", [StepFactor(1.0, 0.12, 0.0), StepFactor(1.0, 0.0, 0.08), StepFactor(1.0, -0.1, -0.05)]
 )
 def test_a_calibration_finds_what_depends_on_batch_or_context(power, seed):
-    """As at the ends of a draining batch, so in between."""
+    """The middle of a draining batch is as its ends."""
     truth = off(1.0, 1.0, 1.0) | {4: power}
     factors = make_calibrated(truth, 0.02, seed=seed)
     for each, context in (*TURNS, (4, 512)):
@@ -164,7 +164,6 @@ def test_a_calibration_whose_turns_disagree_is_worth_little():
 
 
 def test_a_machine_that_slows_down_between_turns_is_no_noise():
-    """It did so in all layouts."""
     factors = StepFactors(DEGREES)
     truth = {1: 1.2, 2: 0.8, 4: 1.0}
     factors.calibrate(

@@ -29,7 +29,7 @@ def run(name, seconds, texts="abcd", **changes):
 
 
 def result(*rounds):
-    """Of rounds of seconds: static tp1×dp2, static tp2×dp1, adaptive."""
+    """Results of rounds of seconds: static tp1×dp2, static tp2×dp1, adaptive."""
     names = (f"static {LOW}", f"static {HIGH}", contest.ADAPTIVE)
     made = [[run(name, seconds) for name, seconds in zip(names, each, strict=True)] for each in rounds]
     return ContestResult([StepTime(1, {LOW: 0.06, HIGH: 0.04})], made)

@@ -18,18 +18,17 @@ FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def pages() -> list[Path]:
-    """Those of the repository; without git all in docs/."""
+    """The pages of the repository; without git all in docs/."""
     listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True)
     return [ROOT / name for name in listed.stdout.split()] or sorted(DOCS.rglob("*.md"))
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings."""
     return list_anchors(FENCE.sub("", page.read_text()))
 
 
 def list_anchors(text: str) -> set[str]:
-    """Of the headings in a text, as GitHub and most others make them."""
+    """Anchors of the headings in a text, as GitHub and most others make them."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
     return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
@@ -106,7 +105,7 @@ def list_numbers(text: str) -> set[str]:
 
 
 def list_index_rows() -> list[tuple[str, str, str]]:
-    """Of the index of results: question, answer, link to a page or to a section of one."""
+    """Rows of the index of results: question, answer, link to a page or to a section of one."""
     text = (DOCS / "results/README.md").read_text()
     return re.findall(r"^\| (.*?) \| (.*) \| \[[^\]]*\]\(([^)]+)\) \|$", text, re.MULTILINE)
 
@@ -123,7 +122,7 @@ def read_section(page: Path, anchor: str) -> str:
 
 @pytest.mark.parametrize(("question", "answer", "link"), list_index_rows(), ids=lambda value: value[:60])
 def test_figures_of_the_index_stand_on_their_page(question, answer, link):
-    """As they are written there, so that a page that is measured anew takes the index along."""
+    """Figures stand as they are written there, so that a page that is measured anew takes the index along."""
     page, _, anchor = link.partition("#")
     missing = list_numbers(question + answer) - list_numbers(read_section(DOCS / "results" / page, anchor))
     assert not missing, f"{link} has no {sorted(missing)}"

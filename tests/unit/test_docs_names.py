@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from . import code_names
 from .code_names import (
     PACKAGE,
     ROOT,
@@ -17,11 +18,12 @@ from .code_names import (
     list_names_of_sglang,
     list_objects,
     make_module_name,
+    parse,
     read_modules,
     resolves,
 )
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.xdist_group(code_names.__name__)]
 
 ROLE = re.compile(r":(?:meth|class|func|data|attr|mod|exc|obj):`([^`]+)`")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -45,7 +47,7 @@ def list_constants() -> frozenset[str]:
     return frozenset(
         node.value
         for path in list_files() if path.is_relative_to(PACKAGE.parent)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parse(path))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )  # fmt: skip
 
@@ -96,7 +98,7 @@ def test_what_the_page_calls_code_is_there():
 
 
 def list_items() -> list[tuple[list[str], str]]:
-    """Of the two ways through the code: a file, those that are meant by a number in brackets, and what is said."""
+    """Items of the two ways through the code: a file, those that a number in brackets means, and what is said."""
     items = list[tuple[list[str], str]]()
     for way in re.findall(r"^### From [^\n]*$(.*?)(?=^#)", PAGE.read_text(), re.MULTILINE | re.DOTALL):
         found = re.findall(r"^\d+\. `([\w/]+\.py)`(.*?)(?=^\d+\. |^\n|\Z)", way, re.MULTILINE | re.DOTALL)
@@ -109,7 +111,7 @@ def list_items() -> list[tuple[list[str], str]]:
 def list_names(path: Path) -> set[str]:
     """All names that a file defines or uses, in code."""
     names = set[str]()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse(path)):
         for attribute in ("id", "attr", "name", "arg", "asname"):
             name = getattr(node, attribute, None)
             names.update(name.split(".") if isinstance(name, str) else ())

@@ -108,7 +108,7 @@ def test_a_slow_judge_holds_up_neither_the_loop_nor_the_groups(loop):
 
 
 def test_groups_are_judged_while_their_user_trains(loop):
-    """In the loop if the judge is a coroutine function; a verdict does not wait until somebody takes the group."""
+    """A judge that is a coroutine function runs in the loop; a verdict does not wait until somebody takes the group."""
 
     async def judge(group: Group) -> bool:
         await asyncio.sleep(0)
@@ -184,7 +184,7 @@ def test_ctrl_c_while_an_event_is_waited_for(loop):
 
 
 def test_a_rollout_that_began_in_somebodys_call_outlives_it(loop):
-    """Its thread takes over when the call is answered."""
+    """The loop's thread takes over when the call is answered."""
     entered, answered, after = asyncio.Event(), threading.Event(), []
 
     async def call() -> str:

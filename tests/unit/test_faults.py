@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -61,19 +63,14 @@ def test_a_fault_from_a_file_comes_and_goes(monkeypatch, tmp_path):
     faults.check("EXCHANGE", 1, 3)
 
 
-def test_a_rank_is_held_until_its_file_says_something_else(monkeypatch, tmp_path):
+def test_a_rank_is_held_until_its_line_is_closed(monkeypatch, tmp_path):
     path = tmp_path / "fault"
     path.write_text("QUIESCE:1:hold")
     monkeypatch.setenv(faults.ENV, f"@{path}")
-    turns = []
-
-    def turn(seconds):
-        turns.append(faults.get_waiting_marker(path).exists())
-        if len(turns) == 3:
-            path.unlink()
-
-    monkeypatch.setattr(faults.time, "sleep", turn)
+    os.mkfifo(faults.get_hold_path(path))
     faults.check("QUIESCE", 0, 1)
-    assert not turns
-    faults.check("QUIESCE", 1, 1)
-    assert turns == [True] * 3 and not faults.get_waiting_marker(path).exists()
+    with ThreadPoolExecutor() as pool:
+        held = pool.submit(faults.check, "QUIESCE", 1, 1)
+        with faults.get_hold_path(path).open() as line:
+            assert line.read(4) == "held" and not held.done()
+        held.result(timeout=60)

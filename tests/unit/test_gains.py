@@ -29,7 +29,7 @@ def test_tables_of_the_pages_are_those_that_are_stored():
 
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_what_is_stored_is_what_is_computed(adaptive):
-    """Else: ``python -m studies.gains --store``."""
+    """Run ``python -m studies.gains --store`` if this fails."""
     task = gains.GainTask("8×A40, PCIe", "Llama-3.1-8B", 2, adaptive, 128, 1, gains.LENGTHS, 0)
     done = gains.study(task)
     (stored,) = (

@@ -26,13 +26,13 @@ from sglang_pat.rollout.rounds import RolloutCalls
 
 from .rounds_world import Played
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.xdist_group("transformers")]
 
 RUN = Run(steps=4, prompts=3, responses=2, held_out=4, every=2, way="tail")
 
 
 class PlayedEngine(RolloutCalls, Played):
-    """Of two responses to a problem one is right, the other nothing but the end."""
+    """One of two responses to a problem is right, the other nothing but the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,9 +128,17 @@ def test_every_prompt_is_trained_once(way, model, tmp_path):
     assert all(weights[name].equal(tensor) for name, tensor in trainer.engine.pushed.items())
 
 
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory) -> Trainer:
+    """A run that nobody kills."""
+    trainer = begin(RUN, model, tmp_path_factory.mktemp("whole"))
+    finish(trainer)
+    return trainer
+
+
 @pytest.mark.parametrize("step", [1, 2])
 @pytest.mark.parametrize("phase", ["generate", "judge", "update", "push_weights", "test", "save", "written"])
-def test_a_kill_in_any_part_of_a_step(phase, step, model, tmp_path, monkeypatch):
+def test_a_kill_in_any_part_of_a_step(phase, step, model, whole, tmp_path, monkeypatch):
     """The next process ends with the weights, the rows and the prompts that there would have been without it."""
     calls = []
 
@@ -154,9 +162,6 @@ def test_a_kill_in_any_part_of_a_step(phase, step, model, tmp_path, monkeypatch)
             finish(trainer)
     again = begin(RUN, model, tmp_path)
     assert finish(again) == list(range(12))
-    (tmp_path / "other").mkdir()
-    whole = begin(RUN, model, tmp_path / "other")
-    finish(whole)
     assert [row.trained for row in again.rows] == [row.trained for row in whole.rows]
     assert [row.held_out for row in again.rows] == [row.held_out for row in whole.rows]
     for mine, other in zip(again.policy.parameters(), whole.policy.parameters(), strict=True):
@@ -275,7 +280,6 @@ def test_no_problem_is_trained_and_tested():
 
 
 def refuse(capsys, *words: str) -> str:
-    """The one line."""
     assert command.main([*words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line.removeprefix("python -m examples.grpo: error: ")
@@ -356,7 +360,7 @@ def test_the_picture_says_what_was_learnt(model, tmp_path):
 
 
 def test_the_bench_compares_the_ways_over_responses(model, tmp_path, monkeypatch):
-    """Of two seeds each: one way is between ``plain``'s seeds everywhere, the other one only at the first test."""
+    """Two seeds each: one way is between ``plain``'s seeds everywhere, the other one only at the first test."""
     monkeypatch.syspath_prepend("bench")
     import learning
 

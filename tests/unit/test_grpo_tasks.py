@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from examples.grpo import __main__ as command
 from examples.grpo import gym, train
 from sglang_pat.testing import models
 
-pytestmark = pytest.mark.unit
+from .test_grpo_example import refuse
+
+pytestmark = [pytest.mark.unit, pytest.mark.xdist_group("transformers")]
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +87,6 @@ def test_an_answer_that_the_library_cannot_read_is_worth_nothing(model):
 # -- what is refused ----------------------------------------------------------------------------------------------
 
 
-def refuse(capsys, *words: str) -> str:
-    """The one line."""
-    assert command.main([*words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line.removeprefix("python -m examples.grpo: error: ")
-
-
 def test_a_task_that_is_not_there(model, capsys):
     said = refuse(capsys, "--model", str(model), "--task", "chainsum")
     assert said.startswith("--task chainsum: reasoning-gym has no such task; the nearest are chain_sum, ")
@@ -145,7 +139,6 @@ def test_sizes_that_the_task_or_the_model_has_no_room_for(model):
 
 
 def test_a_checkpoint_of_another_task_or_model(model, tmp_path):
-    """Before an engine is started."""
     task, path = draw(model), tmp_path / "checkpoint.pt"
     run = train.Run(model=str(model), task="chain_sum")
     train.torch.save({"run": train.identify(run, task.problems)}, path)

@@ -51,7 +51,7 @@ def make(found):
 
 
 def lend_half(seen: Snapshot) -> Snapshot:
-    """The same requests on two ranks, in the highest degree that fits."""
+    """The snapshot's requests on two ranks, in the highest degree that fits."""
     tp = min(seen.tp, RANKS // 2)
     load = replace(seen.load, replica=np.arange(len(seen.load)) % (RANKS // 2 // tp))
     return replace(seen, tp=tp, num_ranks=RANKS // 2, degrees=DEGREES[:-1], load=load)
@@ -80,7 +80,7 @@ rooms = st.one_of(
 @examples(150)
 @given(profiles(), snapshots(), trainings, rooms, st.booleans())
 def test_in_any_situation(found, seen, training, room, lent):
-    """It never lends what may not be lent, and never keeps ranks that nobody needs."""
+    """The policy never lends what may not be lent, and never keeps ranks that nobody needs."""
     seen = replace(lend_half(seen) if lent else seen, room=room)
     said = make(found)(seen, LengthHistory(), training)
     assert said.move in ({Move.TAKE_BACK, Move.WAIT} if lent else {Move.LEND, Move.WAIT, Move.NEVER})
@@ -461,6 +461,7 @@ def test_the_oracle_is_best(seed):
     assert best > 0.5 * min(step.seconds for step in ways)
 
 
+@pytest.mark.thorough
 def test_no_step_of_a_job_with_few_groups_is_far_behind(monkeypatch):
     """A job of which a step lost 21% before there was a limit; what the client says is right, or wrong by two."""
     job = "8xH100-qwen2.5-32b", "rollpacker", (16, 4), 1

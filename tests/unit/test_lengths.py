@@ -45,7 +45,7 @@ def test_kaplan_meier_textbook(monkeypatch, running):
 
 @pytest.mark.parametrize("limit", [1024, 24576])
 def test_nothing_seen_is_the_prior(limit):
-    """Its median is an eighth of the limit."""
+    """The prior's median is an eighth of the limit."""
     at = EDGES[40:130]
     assert LengthHistory().make_curve(limit).survival(at) == pytest.approx(
         lognorm(1.0, scale=limit / 8).sf(at), rel=1e-6

@@ -47,7 +47,7 @@ PARAMETERS = {
     "qwen1.5-moe-a2.7b": 14_315_784_192,
     "mixtral-8x7b": 46_702_792_704,
 }
-"""As published."""
+"""Numbers of parameters, as published."""
 
 
 def shape(name: str) -> ModelShape:
@@ -64,7 +64,7 @@ def demand(name: str, tp: int, dp: int, there: Supply, **options) -> Demand:
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_are_the_published_ones(name):
-    """But for biases and norms."""
+    """Biases and norms are left out."""
     assert shape(name).parameters() == pytest.approx(PARAMETERS[name], rel=1e-4)
 
 
@@ -351,7 +351,7 @@ def test_models_that_cannot_be_read(tmp_path):
 
 
 def test_preflight_says_it_once(tmp_path, capsys):
-    """By the plan, and by a profile; one of another layout is refused."""
+    """The plan and a profile say it; a profile of another layout is refused."""
     (tmp_path / "config.json").write_text((CONFIGS / "qwen3-30b-a3b.json").read_text())
     save(build(H100, A3B, 1, ("a test",), False), tmp_path / "tp1.json")
     save(build(H100, A3B, 2, ("a test",), False), tmp_path / "tp2.json")

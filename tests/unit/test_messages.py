@@ -53,7 +53,7 @@ BAD = {
 
 @pytest.mark.parametrize(("data", "kind"), BAD.values(), ids=BAD)
 def test_bad_bytes_and_what_they_say_they_are(data, kind):
-    """By which a message may be dropped or not: a switch never ends without each rank's answer."""
+    """What they say decides whether a message may be dropped: a switch never ends without each rank's answer."""
     with pytest.raises(msgspec.DecodeError):
         m.decode_from_rank(data)
     assert m.guess_kind(data) == kind and m.guess_kind(GOOD) == "LoadReport"

@@ -85,7 +85,7 @@ def in_order(delivered: list) -> bool:
 @examples(400)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([2, 4]), st.sampled_from([0, 1, 3, 20]))
 def test_every_request_in_order_and_complete(seed, ranks, max_steps):
-    """And nothing comes out before its fence, each rank's messages in its order."""
+    """Nothing comes out before its fence, each rank's messages in its order."""
     rng = random.Random(seed)
     leaders = random_run(rng, ranks, max_steps)
     delivered = deliver(rng, leaders.wire, OutputOrder())

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch.nn.functional import linear
 
-pytestmark = [pytest.mark.unit, pytest.mark.slow]
+from .interpreted import run_interpreted
+
+pytestmark = pytest.mark.unit
 
 CASES = [
     # rows of each piece in the layout, and in the whole weight; width; tokens; bias
@@ -36,7 +35,7 @@ def cut_pieces(sizes: list[int], whole: list[int], width: int, dtype=torch.float
 
 
 def check() -> None:
-    """In a process with ``TRITON_INTERPRET=1``."""
+    """Compare the kernel with torch, in a process with ``TRITON_INTERPRET=1``."""
     from sglang_pat.rank.pieces_triton import make_pieces
 
     for sizes, whole, width, tokens, with_bias in CASES:
@@ -50,14 +49,12 @@ def check() -> None:
     print(len(CASES))
 
 
+@pytest.mark.thorough
 def test_interpreted_it_multiplies_as_torch_does():
-    pytest.importorskip("triton")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-m", __name__], env=env, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == [str(len(CASES))]
+    assert run_interpreted(__name__) == str(len(CASES))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "tokens, rows, depth, stages", [(16, 16, 256, 4), (64, 16, 256, 4), (64, 32, 128, 5), (64, 64, 128, 4)]
 )

@@ -20,11 +20,7 @@ pytestmark = pytest.mark.unit
 
 
 @examples(300)
-@given(
-    st.lists(st.integers(0, 5000), max_size=40),
-    st.integers(0, 5),
-    st.integers(1, 8),
-)
+@given(st.lists(st.integers(0, 5000), max_size=40), st.integers(0, 5), st.integers(1, 8))
 def test_balance(weights, first, bins):
     bins = range(first, first + bins)
     result = plan.balance_bins(weights, bins)
@@ -76,7 +72,7 @@ MERGES = [
 
 
 def capsules(old: ParallelLayout, new: ParallelLayout, group: int) -> dict[int, bytes]:
-    """Of an old group, for the only group that it can become part of; nothing of every third one."""
+    """Capsules of an old group, for the only group that it can become part of; nothing of every third one."""
     return {new.group_of(old.leaders[group]): bytes([group]) * (7 * group + 1)} if group % 3 != 2 else {}
 
 
@@ -100,7 +96,7 @@ def test_each_rank_gets_what_it_does_not_hold(old: ParallelLayout, new: Parallel
 @examples(300)
 @given(cases(roomy=False))
 def test_what_is_kept_by_slot_follows_its_token(case: Case):
-    """In each new group, wherever its slots are: of every token that brings its KV, and of no other."""
+    """Each new group has it of every token that brings its KV, wherever its slots are, and of no other."""
     for dest in case.new.leaders:
         found = np.full(case.plans[dest].total + 1, -1)
         for group, (live, slots) in enumerate(zip(case.live, case.slots, strict=True)):

@@ -30,7 +30,7 @@ DIM = 5
 
 @dataclass
 class Outcome:
-    """After the exchange: by rank the new pool, its slot for each slot of the plan, and what was not to be touched.
+    """The new pools after the exchange, by rank: a slot for each slot of the plan, and what was not to be touched.
 
     ``travelled``: every (source, target, value); ``elements``: sent to other ranks.
     """
@@ -96,7 +96,7 @@ def execute(case: Case, gather: bool = False) -> Outcome:
 
 
 def head_part(move: plan.KvMove) -> slice:
-    """Of a new slot, the heads that this rank had before."""
+    """The heads of a new slot that this rank had before."""
     own = next(piece for piece in move.list_slices(move.rank) if piece.src == move.rank)
     return slice(own.dst_head, own.dst_head + own.count)
 

@@ -23,7 +23,7 @@ def test_a_package_that_is_not_there(monkeypatch):
 
 
 def test_a_fastapi_whose_routes_have_no_path(monkeypatch):
-    """As 0.165, where a router that was included is a route of its own."""
+    """FastAPI 0.165: a router that was included is a route of its own."""
     assert preflight._check_web() == (True, "FastAPI", metadata.version("fastapi"))
     monkeypatch.setattr(fastapi.FastAPI, "routes", [object()])
     assert "SGLang answers /v1/loads with 500" in preflight._check_web()[2]

@@ -129,7 +129,7 @@ def test_the_end_waits_for_all(engine):
 
 
 def test_a_program_may_import_the_engine_above_its_main(tmp_path):
-    """Its children read that part of it, too."""
+    """The program's children read that part of it, too."""
     script = tmp_path / "script.py"
     script.write_text(IMPORTS_ENGINE)
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=500)
@@ -137,7 +137,7 @@ def test_a_program_may_import_the_engine_above_its_main(tmp_path):
 
 
 def test_a_zombie_has_ended(tmp_path):
-    """Else an engine's end would take END_SECONDS wherever process 1 takes no exit codes."""
+    """An engine's end would take END_SECONDS otherwise, wherever process 1 takes no exit codes."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-c", NEVER_WAITS, sys.executable, str(script), str(tmp_path), "fork_here"]

@@ -15,13 +15,11 @@ pytestmark = pytest.mark.unit
 
 
 def another(name: str):
-    """Another value of a field of the fingerprint."""
     value = getattr(FINGERPRINT, name)
     return value + 1 if isinstance(value, int) else value[:-1] if isinstance(value, tuple) else f"not {value}"
 
 
 def get_refusal(call, *arguments) -> str:
-    """The one line with which it is refused."""
     with pytest.raises(ProfileError) as caught:
         call(*arguments)
     message = str(caught.value)

@@ -154,7 +154,7 @@ def test_the_median_over_all_visits_counts(tmp_path):
 
 
 def run_sweep(monkeypatch, tmp_path, seconds=0.01, budget=600.0, off=-3, slow=lambda point: False):
-    """Its sweep, its store, and the points that were tried.
+    """A sweep, its store, and the points that were tried.
 
     Args:
         seconds: that a point takes; ``off``: tokens by which requests differ from what was asked; ``slow``: points that
@@ -223,7 +223,7 @@ def test_what_is_beyond_a_slow_point_is_not_tried(monkeypatch, tmp_path):
 
 
 def test_what_was_not_the_point_asked_for_is_not_kept(monkeypatch, tmp_path):
-    """As where the engine loses the tokens of its steps: it did with overlap scheduling."""
+    """An engine may lose the tokens of its steps: it did with overlap scheduling."""
     made, kept, _ = run_sweep(monkeypatch, tmp_path, off=-1000)
     assert kept.profile.decode == () and kept.profile.machine["failed"] == 10
     assert "its requests had 0 tokens" in made.notes[-1]

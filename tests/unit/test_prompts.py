@@ -31,7 +31,6 @@ pytestmark = pytest.mark.unit
     ],
 )
 def test_prompts_that_a_replica_computes(size, prompt, response, replicas, expected):
-    """Of 16 requests in groups of ``size``."""
     family = np.repeat(np.arange(16 // size), size)
     assert prompts.count_prompts_to_compute(np.full(16, prompt), family, response, replicas) == (expected, prompt)
 
@@ -56,7 +55,7 @@ def test_a_round_of_siblings_begins_where_their_prompt_is_computed_once(families
 
 
 def test_a_batch_that_is_not_computed_yet_is_not_merged():
-    """With the first token of each it would be."""
+    """The batch would be merged with the first token of each."""
     decide = policy(long_prompts())
     situation = snapshot([0] * 16, prompt=8192)
     computed = replace(situation.load, output=np.full(16, 1))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -48,13 +50,24 @@ def profile_file(tmp_path) -> str:
     return str(path)
 
 
-def write_log(path: Path, profile_file: str, policy_name: str = "survival") -> int:
-    """As a coordinator would over three rounds; how many decisions are in it."""
+def write_log(path: Path, profile_file: str, policy: str = "survival") -> int:
+    """Write a log as a coordinator would over three rounds; returns how many decisions are in it."""
+    text, decisions = make_log(policy)
+    path.write_text(text.replace(PROFILE, profile_file))
+    return decisions
+
+
+PROFILE = "/the/profile"
+
+
+@functools.cache
+def make_log(policy_name: str) -> tuple[str, int]:
     found = crossing()
     predictor, costs = machine(found)
     policy = make_policy(policy_name, switch_at=4, predictor=predictor, costs=costs, max_running=16)
-    log, decisions = EventLog(str(path)), 0
-    log.write("start", policy=policy_name, switch_at=4, profile=profile_file, max_running=16)
+    file, decisions = tempfile.NamedTemporaryFile("r"), 0
+    log = EventLog(file.name)
+    log.write("start", policy=policy_name, switch_at=4, profile=PROFILE, max_running=16)
 
     def logged(snapshot, history):
         nonlocal decisions
@@ -74,7 +87,8 @@ def write_log(path: Path, profile_file: str, policy_name: str = "survival") -> i
         Drain(predictor, costs, found.fingerprint, drawn, 16).run_policy(logged, history, complete=number > 0)
     for step in (Figures(256, 2, 0, 0.04, {1: 3.0}), Figures(256, 4, 0, 0.06, {1: 3.0, 4: 4.0})):
         log.write("step", **dataclasses.asdict(step))
-    return decisions
+    with file:
+        return file.read(), decisions
 
 
 @pytest.mark.parametrize("policy", ["survival", "pat", "threshold"])

@@ -69,7 +69,7 @@ def test_a_schedule_step_by_step():
 
 
 def test_what_a_policy_sees():
-    """At each question: those that still run, their present lengths and replicas; finished ones are in the history."""
+    """A policy sees those that still run, their present lengths and replicas; finished ones are in the history."""
     found = linear_profile()
     case = Drain(*machine(found), found.fingerprint, batch([5, 40, 40, 90, 300, 300]), 16)
     seen, history = [], LengthHistory()
@@ -91,7 +91,7 @@ def test_what_a_policy_sees():
 
 
 def test_lowering_deals_anew_those_that_are_left():
-    """As in the engine: the two that one replica of tp=2 had are on one each, and the round takes what that takes."""
+    """The two that one replica of tp=2 had are on one each, as in the engine; the round takes what that takes."""
     found = linear_profile()
     predictor, costs = machine(found)
     drawn = batch([300, 20, 300, 20, 300, 20, 300, 20])
@@ -112,9 +112,10 @@ def test_lowering_deals_anew_those_that_are_left():
     assert run.seconds - first.now == pytest.approx(left, rel=1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "batch"), [("8xH100-qwen3-30b-a3b", 512), ("8xH100-qwen2.5-32b", 1024)])
 def test_a_round_does_not_go_to_and_fro(name, batch):
-    """With the mixture tp=4 and tp=8 are nearly the same in the tail, if requests are dealt evenly; ``survival`` counts
+    """The mixture's tp=4 and tp=8 are nearly the same in the tail, if requests are dealt evenly; ``survival`` counts
     on that, and once switched up to 24 times in a simulation that put them back where they were.  Of the dense model's
     replicas it once believed that they decode no more than the 256 requests that the profile was made for."""
     workload = Workload(shape=parse_shape("deepscaler"), batch=batch, rounds=3)
@@ -131,7 +132,7 @@ def test_crowded_batches_are_told():
 
 
 def test_policies_learn_how_many_requests_come():
-    """As an engine's, which waits in the first two rounds only; but one that is told does not even there."""
+    """An engine's policy waits in the first two rounds only; one that is told does not even there."""
     asked: dict[str, list[list[bool]]] = {}
 
     class Watched(ProfiledMachine):

@@ -101,7 +101,7 @@ def test_a_step_in_numbers():
 
 @pytest.mark.parametrize("truth", [0.0, 0.02, 0.1, 0.3])
 def test_the_interval_holds_the_truth_as_often_as_it_says(truth):
-    """Of 400 jobs with 5,000 cuts each, 2% of them run again; Wilson's interval is a bit generous near 0."""
+    """400 jobs with 5,000 cuts each, 2% of them run again; Wilson's interval is a bit generous near 0."""
     held, jobs, cuts = 0, 400, 5000
     for job in range(jobs):
         draw = random.Random(job)

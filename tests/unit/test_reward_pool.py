@@ -177,7 +177,7 @@ async def test_calls_that_compute_are_no_more_than_processes():
 
 
 async def test_as_many_wait_at_once_as_extra_says(tmp_path):
-    """As for a remote judge: all have to be there before any goes on."""
+    """All have to be there before any goes on, as for a remote judge."""
     pool = RewardPool(meet, processes=1, extra=7, limit=60)
     found = await asyncio.gather(*(pool.score({"folder": str(tmp_path), "name": str(n), "all": 8}) for n in range(8)))
     assert [reward.value for reward in found] == [1.0] * 8
@@ -215,7 +215,7 @@ async def test_a_child_that_comes_back_gives_no_answer():
 
 
 async def test_cancelling_ends_a_call():
-    """Else the next one would wait for its process."""
+    """The next one would wait for its process otherwise."""
     pool = RewardPool(behave, processes=1, limit=600)
     running, waiting = (asyncio.create_task(pool.score({"how": "hang"})) for _ in range(2))
     await asyncio.sleep(0)
@@ -232,7 +232,7 @@ async def test_arguments_that_cannot_be_pickled(pool):
 
 
 async def test_times():
-    """With as many calls as processes none waits; a third one waits for what one of these takes."""
+    """None waits of as many calls as processes; a third one waits for what one of these takes."""
     pool = RewardPool(behave, processes=2, extra=0, limit=0.3)
     rewards = await asyncio.gather(*(pool.score({"how": "hang"}) for _ in range(3)))
     assert max(reward.waiting for reward in rewards[:2]) < 0.3 <= min(reward.running for reward in rewards)

@@ -15,13 +15,7 @@ import pytest
 from reward_sandbox import fusion, programs
 from reward_sandbox.limits import TimeLimits
 from reward_sandbox.local import Unprotected
-from reward_sandbox.programs import (
-    find_program,
-    get_keys,
-    matches_output,
-    matches_result,
-    run_again,
-)
+from reward_sandbox.programs import find_program, get_keys, matches_output, matches_result, run_again
 from reward_sandbox.runs import Run, SandboxError
 from reward_sandbox.sandbox import make_sandbox
 

@@ -67,7 +67,7 @@ def rewards(groups: list[Group]) -> list[list[float | None]]:
 
 
 async def test_a_response_is_rewarded_when_it_ends():
-    """And not when its group does: the other one to its prompt runs for ever."""
+    """The other one to its prompt runs for ever."""
 
     engine, judging = Uneven({(3, 1): FOREVER}), Judging()
     round_ = begin(admitter(3, 3, eta_prompts=1.0), engine, judging, limit=FOREVER)
@@ -103,7 +103,7 @@ async def test_the_tail_of_a_round_does_not_wait_for_rewards_nor_they_for_it():
 
 
 async def test_the_reward_of_what_is_thrown_away_is_cancelled():
-    """Of a prompt with one response that has ended and one that has not when the batch is complete."""
+    """One response to a prompt has ended and one has not when the batch is complete."""
 
     judging = Judging(open=False)
     round_ = begin(admitter(3, 5, 40), Uneven({(40, 0): 2}), judging)
@@ -133,7 +133,6 @@ async def test_draws_that_are_thrown_away_are_not_waited_for():
 
 
 async def test_a_verdict_is_asked_for_with_the_rewards():
-    """And a useless group makes room for another one."""
     seen = []
 
     def judge(group: Group) -> bool:
@@ -178,7 +177,7 @@ async def test_who_leaves_waits_for_no_reward():
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("given", [math.nan, math.inf, None, "1.0", [1.0]])
 async def test_what_is_no_reward_ends_the_round(given, late):
-    """Also when the engine has nothing of it any more."""
+    """The engine may have nothing of it any more."""
     mine, opened = admitter(3, 3, eta_prompts=1.0), asyncio.Event()
 
     async def reward(response: Response) -> Any:

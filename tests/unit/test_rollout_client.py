@@ -30,7 +30,7 @@ class PlayedServer:
         self.bodies: list[dict] = []
         self.running: dict[str, asyncio.Event] = {}
         self.requests: list[int] = []
-        """Under way, by their samples; ``most`` of them were."""
+        """Requests under way, by their samples; ``most`` of them were."""
         self.most = 0
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -155,7 +155,7 @@ def test_no_server():
 
 @pytest.mark.parametrize("fault", ["silent", "deaf"])
 def test_nobody_waits_for_ever(fault, monkeypatch):
-    """Of a server that is stopped, or does not do what it says, all samples are lost after a while."""
+    """All samples of a server that is stopped, or does not do what it says, are lost after a while."""
     for name, seconds in (("LOOK_SECONDS", 0.02), ("LOST_SECONDS", 0.2), ("CALL_SECONDS", 0.1)):
         monkeypatch.setattr(client, name, seconds)
     lengths = (0, 0) if fault == "silent" else (3, 3, 0)
@@ -172,7 +172,7 @@ def test_nobody_waits_for_ever(fault, monkeypatch):
 
 @pytest.mark.parametrize("leave", [False, True])
 async def test_samples_wait_here_for_a_connection(leave, monkeypatch):
-    """Those that are started together go in one request."""
+    """Samples that are started together go in one request."""
     monkeypatch.setattr(client, "CONNECTIONS", 2)
 
     server, mine = PlayedServer(), admitter(*[0 if leave else 3] * 40, num_prompts=40, eta_prompts=1.0)
@@ -195,7 +195,7 @@ async def test_samples_wait_here_for_a_connection(leave, monkeypatch):
 
 @pytest.mark.parametrize("turns", range(8))
 async def test_an_abort_in_any_turn_of_a_samples_start_is_no_error(turns):
-    """Before it goes out, while it does, and after: the answer is empty, or what there was."""
+    """The answer is empty, or what there was: before it goes out, while it does, and after."""
     async with serve(PlayedServer()) as url, RolloutClient(url)._connect() as backend:
         await backend.begin_round(BeginRound())
         asked = asyncio.ensure_future(backend.generate("one", {"input_ids": [3]}, {"max_new_tokens": 50}))

@@ -77,7 +77,7 @@ def track_rounds(sizes: list[int], *loads: Load) -> RoundTracker:
 
 
 def test_the_round_to_come_is_like_the_last_one_before_its_first_token():
-    """Of two looks the later one is kept: when all have come their leaders have not told yet who are siblings."""
+    """The later one of two looks is kept: when all have come, leaders have not told yet who are siblings."""
     arrivals = track_rounds([3, 3], load(5), load(-1, -2, -3), load(8, 9, 8), load(9))
     coming = arrivals.predict_round_load(100.0)
     assert (coming.prompt.tolist(), coming.output.tolist(), coming.limit.tolist()) == ([10, 11, 12], [0] * 3, [64] * 3)
@@ -106,7 +106,7 @@ def announce_rounds(*begun: BeginRound, arrivals: RoundTracker | None = None) ->
 
 
 def test_a_round_that_was_announced_is_complete_when_it_is():
-    """At once, and whatever earlier rounds were like."""
+    """Earlier rounds do not matter, and nothing is waited for."""
     for arrivals in (RoundTracker(), after(2, 2)):
         assert come(announce_rounds(BeginRound(requests=3), arrivals=arrivals), 3) == [False, False, True]
         arrivals.record_arrival(9.0)

@@ -179,7 +179,7 @@ async def test_samples_of_a_prompt_have_seeds_of_their_own():
 
 
 async def test_a_trainer_who_is_behind_has_whole_groups_when_the_round_fails():
-    """Those that it has read stay as they were; the next event is the error."""
+    """Groups that it has read stay as they were; the next event is the error."""
 
     engine, mine = Played(), admitter(3, 3, 40, num_prompts=3, eta_prompts=1.0)
     round_, read = RolloutRound(mine, engine, 0, {"max_new_tokens": 50}), []
@@ -225,7 +225,7 @@ async def test_a_round_of_more_samples_than_policies_compute_with_has_no_size(mo
 
 @pytest.mark.parametrize("fault", ["refuses", "is left"])
 async def test_a_round_that_never_began_on_the_engine(fault):
-    """It refuses, or its user leaves before it has answered: nothing was sent, and the prompts are where they were."""
+    """The engine refuses, or its user leaves first: nothing was sent, and the prompts are where they were."""
 
     class Refusing(Played):
         async def begin_round(self, begun) -> None:
@@ -309,7 +309,7 @@ async def test_prompts_of_the_next_epoch_are_kept_for_it():
 
 
 async def test_what_fails_after_the_end_of_a_round_takes_nothing_away():
-    """As a verdict that is not needed any more, and does not take its cancelling."""
+    """A verdict that is not needed any more does not take its cancelling."""
     round_, told = RolloutRound(admitter(3, 3, eta_prompts=1.0), Played(), 0, {"max_new_tokens": 50}), []
     async for event in round_:
         told.append(type(event))

@@ -160,7 +160,7 @@ def test_the_prompts_that_were_sent_last_are_remembered():
 
 
 def test_the_coordinator_routes_by_the_lengths_seen():
-    """At first by an eighth of the limit, here 2,048 tokens: too long for a prompt to matter."""
+    """The first guess is an eighth of the limit, here 2,048 tokens: too long for a prompt to matter."""
     chosen = Chosen()
     core = Coordinator(AdaptiveConfig(base=ParallelLayout(1, 4), policy="off"), chosen)
     siblings = [Generation(obj=None, tokens=8192, family=7, limit=16384)] * 4
@@ -174,7 +174,7 @@ def test_the_coordinator_routes_by_the_lengths_seen():
 
 
 def test_a_leader_knows_its_requests_one_by_one():
-    """But not right after a switch, when its account of it says only how many they are."""
+    """Right after a switch its account says only how many they are."""
     leader = Leader()
     leader.apply_report(report(0, 0, 2, 1, 5))
     assert leader.known

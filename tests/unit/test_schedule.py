@@ -52,7 +52,7 @@ def test_every_replica_has_made_exactly_so_many_steps(seed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_tokens_count_from_where_the_schedule_takes_hold(seed):
-    """Also where it is set in the instant after a switch, when the new leaders have not listed their requests yet."""
+    """The instant after a switch counts, too, when the new leaders have not listed their requests yet."""
     world = start_world([{"tp": 2, "arrived": 8, "tokens": 100}], seed)
     world.send(*requests(8, 50))
     world.run(until=lambda world: world.fired)
@@ -133,7 +133,7 @@ def test_a_request_to_switch_comes_in_between():
 
 
 def test_under_another_policy_requests_count_from_there_on():
-    """So is an empty schedule sent behind the warm-up of a server with ``--pat-log``."""
+    """An empty schedule is sent so behind the warm-up of a server with ``--pat-log``."""
     world = World(BASE, 0, policy="manual")
     world.send(*requests(2))
     world.run()
@@ -161,7 +161,7 @@ def rounds(world: World, *lengths: int) -> World:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("lengths", [(20, 20, 20), (10, 10, 10, 10, 40, 40, 40, 40)], ids=["ahead", "in a tail"])
 def test_a_log_is_repeated_by_tokens(seed, lengths, tmp_path):
-    """Also a switch ahead of a round: before its first token."""
+    """A switch ahead of a round is one before its first token."""
     first = rounds(World(BASE, seed, policy="survival", decide=decide_in_a_tail, profile="-"), *lengths)
     path = tmp_path / "decisions.jsonl"
     path.write_bytes(b"".join(first.log))

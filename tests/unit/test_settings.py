@@ -104,7 +104,7 @@ def test_settings_and_configuration_have_the_same_defaults():
 
 
 def test_the_configuration_has_the_defaults_of_the_flags():
-    """It is made without flags, too: by the replay and in tests."""
+    """The replay and tests make it without flags."""
     own = {field.name: field.default for field in dataclasses.fields(AdaptiveConfig)}
     shared = {setting.name: setting.default for setting in settings.SETTINGS if setting.name in own}
     assert shared.pop("policy") is None and len(shared) > 8  # which policy it is depends on the profile there
@@ -169,10 +169,7 @@ def test_accepted(tmp_path):
 
 CONFIG = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=512, intermediate_size=128)
 MODELS = [
-    (
-        {"architectures": ["OlmoeForCausalLM"], "num_experts": 8},
-        "does not support OlmoeForCausalLM: it is a mixture",
-    ),
+    ({"architectures": ["OlmoeForCausalLM"], "num_experts": 8}, "does not support OlmoeForCausalLM: it is a mixture"),
     ({"kv_lora_rank": 512}, "does not support ?: its attention is MLA"),
     ({"text_config": {}, "vision_config": {"depth": 2}}, "it is multimodal"),
     ({"quantization_config": {"quant_method": "fp8"}}, "its weights are quantised (fp8)"),

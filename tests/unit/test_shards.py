@@ -40,7 +40,7 @@ def cut(full: np.ndarray, dim: int, blocks: list[tuple[int, int]], tp: int, tp_r
 
 
 def apply(pieces: list[Copy], source: np.ndarray, target: np.ndarray, dim: int) -> None:
-    source, target = np.moveaxis(source, dim, 0), np.moveaxis(target, dim, 0)
+    source, target = (source.T, target.T) if dim else (source, target)
     for piece in pieces:
         target[piece.dst : piece.dst + piece.length] = source[piece.src : piece.src + piece.length]
 

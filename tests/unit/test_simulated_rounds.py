@@ -75,15 +75,15 @@ def test_adaptive_tp_on_top():
     shape = "body-atom:6.363,0.70,16384,0.02"
     still = simulation(shape, eta_prompts=1.0, eta_responses=1.0)
     adaptive = simulation(shape, eta_prompts=1.0, eta_responses=1.0, policy=policy)
-    pairs = [(still.run_round(version), adaptive.run_round(version)) for version in range(8)]
+    pairs = [(still.run_round(version), adaptive.run_round(version)) for version in range(4)]
     kept = [[sorted(found.summary.kept_lengths) for found in pair] for pair in pairs]
     assert all(one and one == other for one, other in kept), "the same work"
-    assert sum(b.switches for _, b in pairs) >= 8
+    assert sum(b.switches for _, b in pairs) >= 4
     assert sum(b.seconds for _, b in pairs) < sum(a.seconds for a, _ in pairs)
 
 
 def test_a_round_in_which_ranks_are_lent():
-    """The same work; less training is left to do, and none is done twice."""
+    """Less training is left to do of the same work, and none is done twice."""
     profile = load(PROFILE)
     predictor, costs = build_predictors(profile)
     policy = make_policy("survival", predictor=predictor, costs=costs)
@@ -94,7 +94,7 @@ def test_a_round_in_which_ranks_are_lent():
     )
     still = simulation(shape, policy=policy, **each)
     lent = 0
-    for version in range(4):
+    for version in range(2):
         without, found = still.run_round(version), streams.run_round(version)
         assert sorted(found.summary.kept_lengths) == sorted(without.summary.kept_lengths)
         seconds = per_token * sum(map(streams.count_training_tokens, found.groups))
@@ -103,7 +103,7 @@ def test_a_round_in_which_ranks_are_lent():
         assert 0 <= found.hidden <= max(found.lent - 1.0, 0.0) / 2 + 1e-9 and found.lent < found.seconds
         assert found.seconds + training <= (without.seconds + seconds) * 1.02
         lent += found.lent > 0
-    assert lent >= 2
+    assert lent
 
 
 def test_rewards_come_after_the_last_token():
@@ -162,12 +162,12 @@ def test_nodes_switch_and_lend_by_themselves():
     rules = Rules(num_prompts=16, num_responses=4, eta_prompts=1.0, eta_responses=1.0)
     job = Simulation(engines, rules, parse_shape("body-atom:6.363,0.70,16384,0.02"), 0.0, seed=3)
     apart = 0
-    for version in range(6):
+    for version in range(3):
         found = job.run_round(version)
         assert len(found.summary.kept_lengths) == 64
         assert all(profile.fingerprint.num_ranks == node.tp * len(node.replicas) for node in job._nodes)
         apart += len({node.last_switch for node in job._nodes}) > 1
-    assert apart >= 3, "one may switch without the other"
+    assert apart >= 2, "one may switch without the other"
 
 
 def test_reorder_by_arithmetic():

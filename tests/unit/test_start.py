@@ -123,7 +123,7 @@ def test_no_policy_goes_below_the_degree_in_which_the_round_started(name):
     ("room", "expected"), [({}, 1), (dict.fromkeys((1, 2, 4), 10**6), 1), ({1: 600, 2: 4000, 4: 20_000}, 2)], ids=str
 )
 def test_survival_starts_where_kv_lets_most_of_the_round_run_at_once(room, expected):
-    """With 600 tokens one request runs in a replica of tp1: the others wait, and the step is not much shorter."""
+    """One request of 600 tokens runs in a replica of tp1: the others wait, and the step is not much shorter."""
     situation = snapshot(requests=1, coming=128, quiet=0.0)
     assert policy(crossing())(replace(situation, room=room), LEARNT).tp == expected
 
@@ -162,7 +162,7 @@ def kinds(*rounds: tuple[str, int, int], sized: bool) -> list[int]:
 
 @pytest.mark.parametrize("sized", [True, False])
 def test_what_is_seen_in_rounds_of_one_kind_counts_for_that_kind(sized):
-    """Of much the same size, as short and long rounds of tail batching are; and of any size, if nobody says it."""
+    """A kind is a size, as of short and long rounds of tail batching; and any size, if nobody says it."""
     crowded, empty = ("long", 16, 10), ("short", 17, 0)
     assert kinds(crowded, empty, ("long", 16 if sized else 40, 0), empty, sized=sized) == [1, 1, 2, 1]
     assert kinds(crowded, ("", 16, 0), sized=sized) == [1, 1]

@@ -210,7 +210,7 @@ def test_load_that_hovers_does_not_flap():
 
 
 def test_step_times_are_the_profiles_times_what_the_run_has_told():
-    """On the profile two requests are faster at tp=4; not if it turned out to be twice as slow there."""
+    """Two requests are faster at tp=4 on the profile; not if it turned out to be twice as slow there."""
     situation = snapshot([1000] * 2, peak=64)
     assert DECIDE(situation, LEARNT).tp == 4
     assert DECIDE(replace(situation, factors=make_factors({4: 2.0})), LEARNT).tp == 2
@@ -235,7 +235,7 @@ def test_lowering_tp_must_gain_half_of_its_cost_on_top():
 
 
 def test_a_layout_is_tried_out_where_little_is_known_of_it():
-    """It looks a little slower than the present one.  The longer the rest takes, the more there is to gain."""
+    """The layout looks a little slower than the present one.  The longer the rest takes, the more there is to gain."""
     load = snapshot([600] * 4, tp=2, peak=64, complete=True)
     unknown = replace(load, factors=make_factors({4: 1.1}), doubts={1: 0.0, 2: 0.0, 4: 0.2})
     assert DECIDE(unknown, LEARNT).tp == 4
@@ -262,8 +262,8 @@ def test_a_layout_is_not_entered_for_a_moment():
 
 
 def test_a_sixth_switch_of_a_round_needs_a_large_gain():
-    """And a fourth no more than a third, so that it can be taken back: in a round of Qwen3-30B-A3B a third one, to tp=8
-    with 34 requests left, cost 2% of the time as tp=4 was better soon."""
+    """A fourth needs no more than a third, so that it can be taken back: in a round of Qwen3-30B-A3B a third one, to
+    tp=8 with 34 requests left, cost 2% of the time as tp=4 was better soon."""
     plan = make_plan(by_degree={1: 10.0, 4: 8.5}, kept={1: 10.0}, now={4: 0.1}, saving={4: 0.2})
     situation = snapshot([600] * 4, peak=64, degrees=(1, 4))
     assert [_choose(replace(situation, switches=n), plan, plan.by_degree) for n in range(7)] == [4] * 5 + [1] * 2
@@ -281,7 +281,7 @@ def test_the_longer_a_switch_takes_the_longer_it_waits_for_more():
 
 
 def test_too_many_for_the_slots_wait_in_turn():
-    """With 8 slots a replica, 64 requests on one replica take eight turns; on four they take two."""
+    """64 requests with 8 slots a replica take eight turns on one replica; on four they take two."""
     predictor, costs = machine(crossing())
     situation = snapshot([10] * 64)
     wide = make_policy("survival", predictor=predictor, costs=costs, max_running=8)(situation, LEARNT)

@@ -256,8 +256,8 @@ async def test_a_sample_is_stopped_when_the_batch_is_full_while_its_tool_works()
 
 
 async def test_partial_goes_on_in_the_turn_in_which_it_was_interrupted():
-    """In its first turn, in a tool call, there again, in its second turn: in a round each, by a sample that ends then;
-    with the state saved between."""
+    """A round each interrupts it in its first turn, in a tool call, there again, in its second turn, by a sample that
+    ends then; the state is saved between."""
 
     engine, tools, found, states = Speaking(), Tools(), [], []
     others = [[2], [60], [2], [30]]

@@ -85,7 +85,7 @@ def test_routing_replay_of_a_model_that_tells_its_experts(tmp_path):
     ],
 )
 def test_which_replicas_are_adaptive(made, variable, policy, monkeypatch):
-    """Those of the policy that are asked for in one of three ways; of a reward model and a teacher none."""
+    """Replicas of the policy that are asked for in one of three ways are; of a reward model and a teacher none."""
     if variable is not None:
         monkeypatch.setenv("SGLANG_PAT", variable)
     assert options.is_adaptive(made, helper=False) == policy

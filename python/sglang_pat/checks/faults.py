@@ -5,21 +5,18 @@
 to; without it every switch is hit.  ``"@FILE"``: the fault is what the file says at that moment, none if it
 is empty or missing, so that one engine can be put through several.  Unset, the check costs nothing.
 
-``"QUIESCE:1:hold"``, in a file: rank 1 waits there until the file says something else.  Meanwhile there is a file
-``FILE.held``.
+``"QUIESCE:1:hold"``, in a file: rank 1 writes to the FIFO ``FILE.held``, and waits there until whoever reads it has
+closed it.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
-import time
 from pathlib import Path
 
 ENV = "SGLANG_PAT_FAULT"
-
-
-HOLD_POLL_SECONDS = 0.01
 
 
 class InjectedFault(RuntimeError):
@@ -41,14 +38,14 @@ def check(state: str, rank: int, epoch: int) -> None:
     if where != state or int(who) != rank or (when and int(when[0]) != epoch):
         return
     if action == "hold" and path:
-        return _hold(path, spec)
+        return _hold(path)
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     raise InjectedFault(f"injected fault in {state} on rank {rank}")
 
 
-def get_waiting_marker(path: Path) -> Path:
-    """The file that is there while a rank waits for ``path`` to say something else."""
+def get_hold_path(path: Path) -> Path:
+    """The FIFO to which a rank writes that is held by a fault in ``path``."""
     return path.with_name(path.name + ".held")
 
 
@@ -59,8 +56,10 @@ def _read_fault(path: Path) -> str:
         return ""
 
 
-def _hold(path: Path, spec: str) -> None:
-    get_waiting_marker(path).touch()
-    while _read_fault(path) == spec:
-        time.sleep(HOLD_POLL_SECONDS)
-    get_waiting_marker(path).unlink()
+def _hold(path: Path) -> None:
+    line = os.open(get_hold_path(path), os.O_WRONLY)
+    os.write(line, b"held")
+    closed = select.poll()
+    closed.register(line, select.POLLERR)
+    closed.poll()
+    os.close(line)
