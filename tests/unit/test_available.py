@@ -19,41 +19,31 @@ def root(tmp_path):
     return tmp_path
 
 
-def group(root, line: str, folder: str, **files) -> None:
-    (root / "proc/self/cgroup").write_text(line + "\n")
-    place = root / "sys/fs/cgroup" / folder
-    place.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (place / name.replace("__", ".")).write_text(str(text))
-
-
 def test_without_groups_it_is_the_machine(root):
     assert abs(read_available_memory(root) - psutil.virtual_memory().available) < 1024 * MIB
 
 
-def test_version_2(root):
-    stat = f"anon 1\ninactive_file {20 * MIB}\n"
-    group(root, "0::/a/b", "a/b", memory__max=100 * MIB, memory__current=70 * MIB, memory__stat=stat)
-    assert read_available_memory(root) == 50 * MIB
-
-
-def test_the_tightest_of_the_groups_around(root):
-    group(root, "0::/a/b", "a", memory__max=60 * MIB, memory__current=50 * MIB)
-    group(root, "0::/a/b", "a/b", memory__max="max", memory__current=5 * MIB)
-    assert read_available_memory(root) == 10 * MIB
-
-
-def test_in_a_container_the_mount_is_the_group(root):
-    group(root, "0::/docker/0123", "", memory__max=40 * MIB, memory__current=10 * MIB)
-    assert read_available_memory(root) == 30 * MIB
-
-
-def test_version_1(root):
-    files = dict(memory__limit_in_bytes=90 * MIB, memory__usage_in_bytes=80 * MIB)
-    group(root, "4:cpu,memory:/x", "memory/x", **files, memory__stat=f"total_inactive_file {5 * MIB}\n")
-    assert read_available_memory(root) == 15 * MIB
-
-
-def test_over_the_limit_is_nothing(root):
-    group(root, "0::/", "", memory__max=10 * MIB, memory__current=11 * MIB)
-    assert read_available_memory(root) == 0
+@pytest.mark.parametrize(
+    ("line", "groups", "available"),
+    [
+        ("0::/a/b", {"a/b": dict(max=100, current=70, stat=f"anon 1\ninactive_file {20 * MIB}\n")}, 50),
+        ("0::/a/b", {"a": dict(max=60, current=50), "a/b": dict(max="max", current=5)}, 10),
+        ("0::/docker/0123", {"": dict(max=40, current=10)}, 30),
+        (
+            "4:cpu,memory:/x",
+            {"memory/x": dict(limit_in_bytes=90, usage_in_bytes=80, stat=f"total_inactive_file {5 * MIB}\n")},
+            15,
+        ),
+        ("0::/", {"": dict(max=10, current=11)}, 0),
+    ],
+    ids=["version 2", "the tightest around", "in a container the mount is the group", "version 1", "over the limit"],
+)
+def test_what_a_group_leaves(root, line, groups, available):
+    """Sizes are in MiB; a line is that of ``/proc/self/cgroup``, and a group a folder with files ``memory.*``."""
+    (root / "proc/self/cgroup").write_text(line + "\n")
+    for folder, files in groups.items():
+        place = root / "sys/fs/cgroup" / folder
+        place.mkdir(parents=True, exist_ok=True)
+        for name, value in files.items():
+            (place / f"memory.{name}").write_text(str(value * MIB if isinstance(value, int) else value))
+    assert read_available_memory(root) == available * MIB
