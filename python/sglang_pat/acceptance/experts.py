@@ -115,7 +115,7 @@ def multiply(layer: Layer, tp: int, batch: int, device: str, dtype: torch.dtype)
     weights, ids = routed[0]
     config: Any
     config, down_config, *rest = fused_moe._prepare_fused_moe_run(x, w13_copy, down_copy, ids, **unquantised)
-    order = rest[-3:]
+    order: Any = rest[-3:]
 
     def launch(given: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, last: bool = False) -> torch.Tensor:
         """SGLang's kernel; ``last``: for the down projection."""

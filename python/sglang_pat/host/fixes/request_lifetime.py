@@ -246,7 +246,8 @@ class TrackingTokenizerManager(StockTokenizerManager):
 
     def _handle_abort_req(self, recv_obj: AbortReq) -> None:
         """Handle the abort of a request that waits and has no tokens."""
-        state = self.rid_to_state.get(recv_obj.rid)
+        rid: Any = recv_obj.rid
+        state = self.rid_to_state.get(rid)
         if state is None:
             return  # SGLang expects that whoever asked still waits
         super()._handle_abort_req(recv_obj)
@@ -254,7 +255,7 @@ class TrackingTokenizerManager(StockTokenizerManager):
             state.out_list[-1]["meta_info"][degrees.KEY] = ()
         # SGLang has no other output for one that was sent; one that was not is known until its call ends.
         if state.pat_sent:
-            self.rid_to_state.pop(recv_obj.rid, None)
+            self.rid_to_state.pop(rid, None)
         else:
-            self.rid_to_state[recv_obj.rid] = state
+            self.rid_to_state[rid] = state
         self.pat_record_request_end(state.obj.pat_number)
