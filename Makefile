@@ -1,4 +1,4 @@
-# make setup | check | test | unit | test-integration | test-peers | soak | demo | bench | gpu | lint | types | docs | clean | distclean
+# make setup | check | test | unit | test-newest | test-integration | test-peers | soak | demo | bench | gpu | lint | types | docs | clean | distclean
 #
 # Needs Python 3.11 or newer, gcc/g++ and make. Everything goes into .venv; a second run takes well under a second.
 
@@ -14,6 +14,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 INTEGRATION := .venv-integration
+NEWEST := .venv-newest
 PIP_COMMAND = -m pip --disable-pip-version-check install --quiet --no-input
 PIP = $(PY) $(PIP_COMMAND)
 SOURCES := requirements/torch.txt requirements/cpu.txt requirements/sglang.txt requirements/tasks.txt
@@ -26,7 +27,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup check test unit test-integration test-peers soak demo bench gpu lint types docs clean distclean
+.PHONY: setup check test unit test-newest test-integration test-peers soak demo bench gpu lint types docs clean distclean
 
 setup: $(VENV)/.sglang_pat_setup
 
@@ -53,15 +54,27 @@ test: setup
 unit: setup
 	$(PYTEST) tests/unit -m "not soak and not thorough" $(PYTEST_ARGS)
 
+# The newest SGLang: its contract, and that switches change no token.  NEWEST_TESTS=…: other tests.
+NEWEST_TESTS ?= tests/contract/test_sglang_contract.py tests/engine/test_smoke.py tests/engine/test_same_tokens.py
+test-newest: $(NEWEST)/.sglang_pat_setup
+	$(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(NEWEST_TESTS) $(PYTEST_ARGS)
+
+# An environment on top of .venv: what it has comes first.
+LAY_ON_VENV = $(PYTHON) -m venv $(@D) && $(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+
+$(NEWEST)/.sglang_pat_setup: $(VENV)/.sglang_pat_setup requirements/newest_sglang.txt
+	$(LAY_ON_VENV)
+	$(NEWEST)/bin/python $(PIP_COMMAND) --no-deps -r requirements/newest_sglang.txt
+	touch $@
+
 # The real RL frameworks, in an environment on top of the other one: 23 minutes on two cores.  SHORT=1: what CI runs.
 test-integration: $(INTEGRATION)/.sglang_pat_setup
 	$(INTEGRATION)/bin/python -m pytest tests/integration \
 		$(if $(SHORT),-m "not long and not soak") $(PYTEST_ARGS)
 
 $(INTEGRATION)/.sglang_pat_setup: $(VENV)/.sglang_pat_setup requirements/integration.txt requirements/other_sglang.txt
-	$(PYTHON) -m venv $(INTEGRATION)
-	$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-		> "$$($(INTEGRATION)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+	$(LAY_ON_VENV)
 	$(INTEGRATION)/bin/python $(PIP_COMMAND) --no-deps -r requirements/integration.txt
 	$(INTEGRATION)/bin/python $(PIP_COMMAND) --no-deps --upgrade --target $(INTEGRATION)/other_sglang -r requirements/other_sglang.txt
 	touch $@
@@ -118,4 +131,4 @@ clean:
 	rm -f $(VENV)/.sglang_pat_setup
 
 distclean: clean
-	rm -rf $(VENV) $(INTEGRATION)
+	rm -rf $(VENV) $(INTEGRATION) $(NEWEST)

@@ -17,7 +17,7 @@ import pytest
 from sglang_pat.testing import models
 
 from . import schedule_runs, schedules
-from .conftest import MODELS, tell
+from .conftest import FORGETS_RETRACTIONS, MODELS, tell
 from .streams import check_idle, hold, tokens
 
 SOAK = int(os.environ.get("SGLANG_PAT_SOAK", 2000))
@@ -77,7 +77,7 @@ SETUPS = {
         count=4,
         max_total_tokens=1200,
         flags=(*CHUNKED, "--schedule-conservativeness", "0.2"),
-        env={"SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "100"},
+        env=FORGETS_RETRACTIONS | {"SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "100"},
     ),
     # Ranks are lent, and those that are left switch among themselves.
     "lent": Setup(model="llama-kv2", ranks=2, count=4, lends=True),
