@@ -35,7 +35,6 @@ UNCALLED = {
     "Engine.__init__": "a program calls it (test_python_api.py)",
     "Engine.shutdown": "a program calls it (test_python_api.py)",
     "AdaptiveScheduler.get_init_info": "run_rank calls it, as SGLang's run_scheduler_process does in its place",
-    "AdaptiveServerArgs.add_cli_args": "host/arguments.py calls it, as SGLang's prepare_server_args does in its place",
 }
 """What SGLang does not call, and why it need not."""
 

@@ -20,4 +20,5 @@ FOLDER = find_folder()
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    return import_module(f"{__package__}.{FOLDER}.{name}")
+    module = globals()[name] = import_module(f"{__package__}.{FOLDER}.{name}")
+    return module
