@@ -111,9 +111,8 @@ def pytest_runtest_protocol(item):
     _item = item
 
 
-FORGETS_RETRACTIONS = {"SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "1", "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16"}
-"""SGLang keeps more KV free after a retraction, for hundreds of steps; then a test would see a single one.  And 0.5.23
-keeps room for all tokens of a request that ignores ends, or as many as this; then there would be none."""
+FORGETS_RETRACTIONS = {"SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "1"}
+"""SGLang keeps more KV free after a retraction, for hundreds of steps; then a test would see a single one."""
 
 
 class Servers:

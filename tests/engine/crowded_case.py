@@ -9,6 +9,7 @@ import sglang_pat
 from sglang_pat.launch import processes
 
 from .rollout_calls import admitter
+from .streams import NEVER_ENDS
 
 
 def main(model: str) -> None:
@@ -19,7 +20,7 @@ def main(model: str) -> None:
     )  # fmt: skip
     mine, before, ahead = admitter(*range(20), num_prompts=4, num_responses=8, eta_prompts=2.0), 0, 0
     for version, tokens in enumerate((120, 20, 120)):
-        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        sampling = {"temperature": 0, "max_new_tokens": tokens} | NEVER_ENDS
         *_, summary = engine.rollout(mine, sampling, version=version)
         status = engine.status()
         first = [record["to_tp"] for record in status["switches"] if record["to_tp"] == 2 and not record["requests"]]

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 
 from sglang_pat.testing.server import Server
+from sglang_pat.testing.tokenizer import EOS_ID, STOP_ID
 
 Body = dict[str, Any]
 
@@ -29,6 +30,8 @@ def prompt(seed: int, length: int = 20) -> list[int]:
 
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
+NEVER_ENDS = {"ignore_eos": False, "logit_bias": {str(token): -100.0 for token in (EOS_ID, STOP_ID)}}
+"""Sampling parameters of requests that may end, as SGLang sees it, but do not."""
 OUTER = "rid priority return_logprob logprob_start_len top_logprobs_num token_ids_logprob".split()
 
 

@@ -17,7 +17,7 @@ import pytest
 from sglang_pat.testing import models
 
 from . import schedule_runs, schedules
-from .conftest import FORGETS_RETRACTIONS, MODELS, tell
+from .conftest import MODELS, tell
 from .streams import check_idle, hold, tokens
 
 SOAK = int(os.environ.get("SGLANG_PAT_SOAK", 2000))
@@ -77,7 +77,7 @@ SETUPS = {
         count=4,
         max_total_tokens=1200,
         flags=(*CHUNKED, "--schedule-conservativeness", "0.2"),
-        env=FORGETS_RETRACTIONS | {"SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "100"},
+        env={"SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "100"},
     ),
     # Ranks are lent, and those that are left switch among themselves.
     "lent": Setup(model="llama-kv2", ranks=2, count=4, lends=True),
@@ -276,7 +276,8 @@ def test_replicas_merge_that_admit_differently(runner):
 @_side("qwen3")
 def test_replicas_merge_one_of_which_has_retracted(runner):
     """Four requests outgrow the pool of one replica, three fit into the other's."""
-    seven = [schedules.Request(prompt=tuple(range(5 + 20 * i, 105 + 20 * i)), max_new_tokens=250) for i in range(7)]
+    prompts = [tuple(range(5 + 20 * i, 105 + 20 * i)) for i in range(7)]
+    seven = [schedules.Request(prompt=prompt, max_new_tokens=250, may_end=True) for prompt in prompts]
 
     async def work(server, session):
         tasks = await hold(server, session, [r.body() for r in seven], step=150)

@@ -13,7 +13,7 @@ import requests
 from sglang_pat.testing.server import Server
 
 from .conftest import FORGETS_RETRACTIONS
-from .streams import Body, body, endless, tokens, wait_for_layout
+from .streams import NEVER_ENDS, Body, body, endless, tokens, wait_for_layout
 
 API_KEY, ADMIN_KEY = "api-secret", "admin-secret"
 ADMIN_HEADERS = {"Authorization": f"Bearer {ADMIN_KEY}"}
@@ -170,7 +170,7 @@ def test_the_round_after_one_with_retractions_starts_in_twice_the_degree(servers
         """32 requests, announced: how many were retracted, and merges before a first request so far."""
         before = server.status()["retracted"]
         server.post("/pat/round", {"requests": 32, "prompt_tokens": 12, "max_new_tokens": tokens}).raise_for_status()
-        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        sampling = {"temperature": 0, "max_new_tokens": tokens} | NEVER_ENDS
         prompts = [[6 + (97 * number + 31 * place) % 490 for place in range(12)] for number in range(32)]
         # In one request: those that come while others run take turns, and need less room.
         server.post("/generate", {"input_ids": prompts, "sampling_params": sampling}).raise_for_status()
