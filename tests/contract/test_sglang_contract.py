@@ -108,8 +108,9 @@ def test_every_request_attribute_is_accounted_for():
     req = Req("rid", "text", [1, 2], SamplingParams(), return_logprob=True)
     logprobs = theirs.get_logprobs(req)
     names = {*requests.LOGPROBS, *theirs.FLAT_LOGPROBS}
-    assert names - theirs.LATE <= set(vars(logprobs)), "logprobs that SGLang no longer has"
-    unknown = set(vars(req)) - carried - local - (names if logprobs is req else set())
+    kept = set(vars(req)) if logprobs is req else set(logprobs.__slots__)
+    assert names - theirs.LATE <= kept, "logprobs that SGLang no longer has"
+    unknown = (set(vars(req)) | kept) - carried - local - names
     assert not unknown, f"new attributes of Req: {sorted(unknown)}"
     gone = carried - set(vars(req)) - theirs.LATE
     assert not gone, f"attributes that Req no longer has: {sorted(gone)}"
@@ -146,23 +147,25 @@ def test_a_request_is_sealed_once():
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
+    from sglang_pat.host import adapter
     from sglang_pat.host.requests import unseal
     from sglang_pat.rank import degrees
     from sglang_pat.switch import requests
 
-    params = SamplingParams(temperature=0.5)
+    params, make_tokens = SamplingParams(temperature=0.5), adapter.requests.make_tokens
     given = TokenizedGenerateReqInput(
-        rid="r", input_text="text", input_ids=[5, 6, 70_000], mm_inputs=None, sampling_params=params,
-        return_logprob=True, logprob_start_len=-1, top_logprobs_num=2, token_ids_logprob=None, stream=True,
+        rid="r", input_text="text", input_ids=make_tokens([5, 6, 70_000]), input_embeds=None, token_type_ids=None,
+        mm_inputs=None, sampling_params=params, return_logprob=True, logprob_start_len=-1, top_logprobs_num=2,
+        token_ids_logprob=None, stream=True,
     )  # fmt: skip
     req = Req("r", "text", given.input_ids, params)
     req.pat_request, req.pat_prompt, req.pat_sealed = given, array("I", given.input_ids), None
     degrees.begin(req, tp=1)
-    req.output_ids = [1, 2]
+    req.output_ids = make_tokens([1, 2])
     capsule = requests.serialize_request(req)
-    assert given.input_ids == [5, 6, 70_000]
+    assert list(given.input_ids) == [5, 6, 70_000]
     request, prompt = unseal(capsule.sealed)
-    assert request.input_ids == prompt.tolist() == given.input_ids
+    assert request.input_ids == given.input_ids and prompt.tolist() == [5, 6, 70_000]
     assert request.rid == "r" and request.top_logprobs_num == 2
     assert request.sampling_params.temperature == 0.5 and capsule.output.tolist() == [1, 2]
     assert "origin_input_ids" not in capsule.state, "the prompt travels once"
