@@ -63,6 +63,17 @@ def set_global_groups(tp: GroupCoordinator, single: GroupCoordinator) -> None:
 def set_scheduler_group(scheduler: Any, group: GroupCoordinator, tp_rank: int, tp: int) -> None:
     """Make ``scheduler`` rank ``tp_rank`` of this group of ``tp`` ranks: wherever it keeps a group, a rank or a
     size."""
+    control = group.cpu_group
+    assign(
+        scheduler,
+        tp_size=tp,
+        tp_group=group,
+        attn_tp_group=group,
+        dp_tp_group=group,
+        tp_cpu_group=control,
+        attn_tp_cpu_group=control,
+        dp_tp_cpu_group=control,
+    )
     adapter.groups.set_scheduler_group(scheduler, group, tp_rank, tp)
     assign(
         scheduler.grammar_manager,

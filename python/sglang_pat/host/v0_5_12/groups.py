@@ -22,20 +22,8 @@ def set_global_groups(tp: GroupCoordinator, single: GroupCoordinator) -> None:
 
 
 def set_scheduler_group(scheduler: Any, group: GroupCoordinator, tp_rank: int, tp: int) -> None:
-    """Make ``scheduler`` rank ``tp_rank`` of this group of ``tp`` ranks."""
-    assign(
-        scheduler,
-        tp_rank=tp_rank,
-        attn_tp_rank=tp_rank,
-        tp_size=tp,
-        attn_tp_size=tp,
-        tp_group=group,
-        attn_tp_group=group,
-        dp_tp_group=group,
-        tp_cpu_group=group.cpu_group,
-        attn_tp_cpu_group=group.cpu_group,
-        dp_tp_cpu_group=group.cpu_group,
-    )
+    """Make ``scheduler`` rank ``tp_rank`` of ``tp``, where only this version keeps it."""
+    assign(scheduler, tp_rank=tp_rank, attn_tp_rank=tp_rank, attn_tp_size=tp)
 
 
 def set_runner_group(worker: Any, runner: Any, group: GroupCoordinator, tp_rank: int, tp: int) -> None:

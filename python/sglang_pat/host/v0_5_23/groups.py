@@ -34,19 +34,8 @@ def set_global_groups(tp: GroupCoordinator, single: GroupCoordinator) -> None:
 
 
 def set_scheduler_group(scheduler: Any, group: GroupCoordinator, tp_rank: int, tp: int) -> None:
-    """Make ``scheduler`` rank ``tp_rank`` of this group of ``tp`` ranks, where it does not ask the context."""
-    control = group.cpu_group
-    assign(
-        scheduler,
-        tp_size=tp,
-        tp_group=group,
-        attn_tp_group=group,
-        dp_tp_group=group,
-        tp_cpu_group=control,
-        attn_tp_cpu_group=control,
-        dp_tp_cpu_group=control,
-    )
-    assign(scheduler.weight_updater, tp_cpu_group=control)
+    """Make ``scheduler`` a rank of this group, where only this version keeps it."""
+    assign(scheduler.weight_updater, tp_cpu_group=group.cpu_group)
 
 
 def set_runner_group(worker: Any, runner: Any, group: GroupCoordinator, tp_rank: int, tp: int) -> None:
