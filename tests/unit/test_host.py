@@ -6,12 +6,14 @@ What else imports it, or names an attribute of its objects, is listed here, and 
 from __future__ import annotations
 
 import ast
+import pickle
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign, assign_many
 
 pytestmark = pytest.mark.unit
@@ -43,6 +45,12 @@ def test_no_other_folder_imports_sglang():
     found = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py") if imports_sglang(path)}
     assert found - {"host"} - NOT_YET == set(), "call an operation of host/, or write one"
     assert NOT_YET - found == set(), "these import it no more: take them off the list"
+
+
+def test_a_module_is_asked_for_a_name_that_it_lacks():
+    """As pickle asks all modules that are loaded; so does ``torch.compile``, with which each rank on a GPU starts."""
+    assert not hasattr(adapter, "torch")
+    assert pickle.whichmodule(object(), "no_such_name") == "__main__"
 
 
 # -- attributes of SGLang's objects ------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ process that builds no rank imports none of a rank's.
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from sglang_pat.launch.contract import find_folder
@@ -18,7 +19,9 @@ FOLDER = find_folder()
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    module = globals()[name] = import_module(f"{__package__}.{FOLDER}.{name}")
+    path = f"{__package__}.{FOLDER}.{name}"
+    # Pickle asks every module for any name, so what is no module of the folder is an AttributeError.
+    if name.startswith("__") or find_spec(path) is None:
+        raise AttributeError(f"{FOLDER} has no module {name!r}", name=name)
+    module = globals()[name] = import_module(path)
     return module
