@@ -16,8 +16,8 @@ from sglang_pat.acceptance import answers, bench, cli, steps
 from .conftest import count_start, tell
 
 BARS = {
-    "check-machine", "judge", "start", "endurance", "same-tokens-of-experts", "same-tokens", "steady", "real-model",
-    "sweep",
+    "check-machine", "judge", "start", "endurance", "same-tokens-of-experts", "same-tokens", "steady", "lent-ranks",
+    "real-model", "sweep",
 }  # fmt: skip
 """Steps with a bar that holds on a CPU too; the others say what they measured."""
 MAY_FAIL = "likelihood"

@@ -23,6 +23,8 @@ Outputs = dict[str, list[list[int]]]
 """Token ids of each answer, by way."""
 ROUTED = "--enable-return-routed-experts"
 
+FREED_SHARE = 0.9
+"""Share of a lent rank's weights and KV by which the free memory of its GPU must grow.  Graphs and groups stay."""
 SWITCHES, UPDATES = 20, 2
 QUESTIONS = 4
 """Number of questions to the real model, the first of ``tools.prompts``."""
@@ -112,6 +114,25 @@ def _compare_tokens(bench: Bench, model: Path, *flags: str) -> Result:
         fine &= alike and all(all(one) for one in routes.values())
         line += f"; routed experts: {said}"
     return Result(verdict="passed" if fine and moved else "failed", line=line)
+
+
+def lent_ranks(bench: Bench) -> Result:
+    """float32: greedy tokens are equal while half of the ranks are lent, and on a GPU their memory is free meanwhile."""
+    saver = ("--enable-memory-saver",) if bench.device == "cuda" else ()
+    worker, prompts = bench.start_exact_engine(bench.small, *saver), bench.make_prompts(6, 40)
+    tokens = bench.count_answer_tokens(2)
+    wanted = generate_in_all_ways(worker, prompts, tokens, {"tp1": (1, [])}).outputs["tp1"]
+    rounds = [worker.do(commands.generate_while_lent, prompts=prompts, answer=tokens) for _ in range(3)]
+    fine, said = compare_outputs({"tp1": wanted} | {f"round {i}": one["outputs"] for i, one in enumerate(rounds)})
+    moved = sum(record["migrated"] for one in rounds for record in one["switches"])
+    line = f"{len(rounds)} times lent and taken back, {moved} requests moved with their KV: {said}"
+    released = [one["switches"][0]["released_bytes"] for one in rounds]
+    if saver:
+        freed = [during - before for before, during in (one["free"] for one in rounds)]
+        fine &= all(got >= FREED_SHARE * size > 0 for got, size in zip(freed, released, strict=True))
+        line += f"; freed {min(freed) / GIB:.2f} GiB of {min(released) / GIB:.2f} GiB (bar {FREED_SHARE:.0%})"
+    figures = {"records": [one["switches"] for one in rounds], "free": [one["free"] for one in rounds]}
+    return Result(verdict="passed" if fine and moved else "failed", line=line, figures=figures)
 
 
 def likelihood(bench: Bench) -> Result:

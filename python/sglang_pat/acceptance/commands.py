@@ -52,6 +52,25 @@ async def generate_greedy(
     }
 
 
+async def generate_while_lent(rig: Rig, prompts: list[list[int]], answer: int) -> dict[str, Any]:
+    """Greedy answers of ``answer`` tokens, while every second rank is lent and taken back.
+
+    Returns the answers' token ids, the records of both switches, and the free bytes of the first GPU before and while
+    ranks are lent (none on a CPU).
+    """
+    await rig.reconfigure(1)
+    await rig.flush()
+    await rig.read_trace()
+    tasks, records, free = rig.send(prompts, [answer] * len(prompts)), [], []
+    for move in (rig.engine.async_lend_ranks, rig.engine.async_take_back_ranks):
+        await rig.wait_until_decoding(tasks, len(prompts), STEPS)
+        if torch.cuda.is_available():
+            free.append(torch.cuda.mem_get_info()[0])
+        records.append(await move())
+    answers = await rig.finish(tasks)
+    return {"outputs": [a["output_ids"] for a in answers], "switches": records, "free": free}
+
+
 async def make_chat_prompts(rig: Rig, count: int) -> list[list[int]]:
     """Token ids of ``count`` questions, by the model's chat template."""
     return validate.make_chat_prompts(rig.engine.tokenizer_manager.tokenizer, count)
