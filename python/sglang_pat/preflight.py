@@ -135,7 +135,7 @@ def plan_memory(args: argparse.Namespace) -> MemoryPlan:
     shape = ModelShape.from_config(read_config(args.model_path), args.dtype)
     base = ParallelLayout(args.tp, args.dp)
     supply = measure_gpu_memory(args.gpus, base.num_ranks) if args.gpus else _measure_memory_here(base.num_ranks)
-    return make_plan(make_default_demand(shape, base, supply, args.max_total_tokens), supply)
+    return make_plan(make_default_demand(shape, base, supply, contract.find_folder(), args.max_total_tokens), supply)
 
 
 def _read_profile(path: str | None, base: ParallelLayout) -> Profile | None:

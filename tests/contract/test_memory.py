@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from sglang.srt.server_args import ServerArgs
 
+from sglang_pat.host import adapter
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory.plan import GIB, Demand, Supply, compute_default_reserve, get_sglang_chunk_and_batch
 from sglang_pat.memory.shapes import UNGATED, ModelShape, read_config
 from sglang_pat.testing import models
 
 from .checkpoints import MIXTURES, Checkpoint, make_by_transformers
+from .graphs import OLD
+from .machines import pretend_h100s
 
 pytestmark = pytest.mark.contract
 
@@ -22,36 +25,26 @@ FULL = ModelShape(
 )  # fmt: skip
 
 
-def make_settings(gigabytes: int, tp: int):
-    """The fields that SGLang fills in for a GPU of that size."""
-    from sglang.srt.server_args import ServerArgs
-
-    args = SimpleNamespace(
-        chunked_prefill_size=None, cuda_graph_max_bs=None, cuda_graph_bs=None, mem_fraction_static=None, tp_size=tp,
-        pp_size=1, dp_size=1, device="cuda", disable_cuda_graph_padding=False, speculative_algorithm=None,
-        piecewise_cuda_graph_max_tokens=None, piecewise_cuda_graph_tokens=None, disable_piecewise_cuda_graph=True,
-        max_total_tokens=None, max_prefill_tokens=16384, model_path="m", enable_dp_attention=False,
-        enable_symm_mem=False, language_only=False, use_mla_backend=lambda: False,
-        get_model_config=lambda: SimpleNamespace(is_multimodal=False),
-    )  # fmt: skip
-    args._generate_cuda_graph_batch_sizes = lambda: ServerArgs._generate_cuda_graph_batch_sizes(args)
-    args._generate_piecewise_cuda_graph_tokens = lambda: ServerArgs._generate_piecewise_cuda_graph_tokens(args)
-    ServerArgs._handle_gpu_memory_settings(args, gigabytes * 1024)
-    return args
+def choose_settings(monkeypatch, model, gigabytes: int, tp: int) -> tuple[int, int, float]:
+    """What SGLang fills in for GPUs of that size: prefill chunk, largest graph batch, fraction."""
+    pretend_h100s(monkeypatch, gigabytes * 1024)
+    flags = {"disable_piecewise_cuda_graph": True} if OLD else {"disable_prefill_cuda_graph": True}
+    args = adapter.arguments.resolve(ServerArgs(model_path=str(model), tp_size=tp, **flags))
+    return args.chunked_prefill_size, adapter.arguments.get_largest_graph(args), args.mem_fraction_static
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("gigabytes", [16, 24, 40, 80, 141, 192])
-def test_defaults_and_reserve_are_sglangs(gigabytes, tp):
-    args = make_settings(gigabytes, tp)
+def test_defaults_and_reserve_are_sglangs(gigabytes, tp, model, monkeypatch):
+    *chosen, wanted = choose_settings(monkeypatch, model, gigabytes, tp)
     supply = Supply(kind="cuda", free=gigabytes * GIB, total=gigabytes * GIB)
-    chunk, graph_batch = get_sglang_chunk_and_batch(supply.total, tp)
-    assert (chunk, graph_batch) == (args.chunked_prefill_size, args.cuda_graph_max_bs)
+    chunk, graph_batch = get_sglang_chunk_and_batch(supply.total, tp, adapter.FOLDER)
+    assert [chunk, graph_batch] == chosen
     demand = Demand(
         shape=FULL, base=ParallelLayout(tp, 1), degrees=(tp,), prefill_tokens=chunk, graph_batch=graph_batch,
     )  # fmt: skip
     fraction = 1 - compute_default_reserve(demand, supply) / supply.total
-    assert fraction == pytest.approx(args.mem_fraction_static, abs=0.0006)
+    assert fraction == pytest.approx(wanted, abs=0.0006)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "opt", "gpt_bigcode", "gptj"])
@@ -97,8 +90,10 @@ def test_a_degree_above_the_number_of_experts_is_refused_as_sglang_does(tmp_path
 
 
 NOT_IN_THIS_FILE = frozenset({"deepseek_v4", "iquest_loopcoder", "mllama", "nemotron_h", "transformers"})
+if not OLD:
+    NOT_IN_THIS_FILE |= {"gigachat35", "hunyuan_v4", "kimi_k25_eagle3", "zaya"}
 """Files of SGLang without a layer for gate and up together, whose models have an MLP of another file, or are mixtures
-of experts, hybrids, see images, or are transformers' own."""
+of experts, hybrids, drafters, see images, have latent attention, or are transformers' own."""
 FILES = {"gpt_j": "gptj"}
 """Named otherwise than their ``model_type``."""
 

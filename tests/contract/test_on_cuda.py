@@ -17,23 +17,19 @@ from sglang_pat.memory.plan import GIB
 from sglang_pat.predict import profile as profiles
 
 from .checkpoints import MIXTURES, write_mixture_config
+from .graphs import OLD, has_prefill_graphs
+from .machines import pretend, pretend_h100s
 
 pytestmark = pytest.mark.contract
 
 USED = [3 * GIB, 7 * GIB]
 """Bytes, by GPU."""
-TRUE = "is_cuda is_hopper_with_cuda_12_3 is_sm90_supported is_flashinfer_available is_triton_kernels_available"
-FALSE = "is_cpu is_hip is_npu is_xpu is_sm100_supported is_sm120_supported is_blackwell_supported"
 
 
 @pytest.fixture
 def h100s(monkeypatch):
     """What SGLang and we ask of the machine, as two H100 would answer."""
-    given = dict.fromkeys(TRUE.split(), True) | dict.fromkeys(FALSE.split(), False)
-    given |= {"get_device": "cuda", "get_device_sm": 90, "get_device_memory_capacity": 81559}
-    given["get_device_name"] = "NVIDIA H100 80GB HBM3"
-    for name, answer in given.items():
-        monkeypatch.setattr(sglang_arguments, name, lambda *_, answer=answer: answer)
+    pretend_h100s(monkeypatch)
     monkeypatch.setattr(arguments, "is_cuda", lambda: True)
     monkeypatch.delenv("SGLANG_PAT_SHARE_GPU", raising=False)
     cuda = {
@@ -45,6 +41,11 @@ def h100s(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, answer)
 
 
+def make_plain_arguments(model, **fields):
+    """Stock SGLang's."""
+    return adapter.arguments.resolve(sglang_arguments.ServerArgs(model_path=str(model), **fields))
+
+
 def make_arguments(model, *flags: str, policy=launch.MANUAL):
     """The arguments of an engine of two ranks."""
     return launch.make_server_args(str(model), ["--tp", "1", "--dp", "2", *flags], policy)
@@ -53,11 +54,13 @@ def make_arguments(model, *flags: str, policy=launch.MANUAL):
 def test_arguments_and_graphs(h100s, model):
     args = make_arguments(model)
     assert args.device == "cuda" and args.page_size == 1 and not args.disable_overlap_schedule
-    assert args.attention_backend == "fa3" and args.disable_piecewise_cuda_graph and not args.disable_cuda_graph
+    assert args.attention_backend == "fa3" and not has_prefill_graphs(args) and adapter.arguments.has_decode_graphs(args)
     assert not args.disable_custom_all_reduce and args.chunked_prefill_size == 8192
     sizes = resolve_spec(arguments.read_deployment(args)).graph_sizes
     assert max(sizes[1]) == 256 and sizes[2]
-    assert make_arguments(model, "--pat-weights", "reshard", "--disable-cuda-graph").disable_cuda_graph
+    assert not adapter.arguments.has_decode_graphs(
+        make_arguments(model, "--pat-weights", "reshard", "--disable-cuda-graph")
+    )
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
@@ -65,21 +68,22 @@ def test_arguments_and_graphs(h100s, model):
 def test_a_mixture_starts_without_a_flag(h100s, tmp_path, kind, base):
     """SGLang takes a fused all-reduce by itself for some of them from tp 2 on, which is refused."""
     model, (tp, dp) = write_mixture_config(tmp_path, kind), map(str, base)
-    plain = sglang_arguments.ServerArgs(model_path=str(model), tp_size=base[0])
-    assert plain.enable_flashinfer_allreduce_fusion == (kind == "qwen3_moe"), "SGLang no longer does so"
+    chosen = (False, True) if OLD else (None, "auto")
+    field = "enable_flashinfer_allreduce_fusion" if OLD else "flashinfer_allreduce_fusion_backend"
+    plain = make_plain_arguments(model, tp_size=base[0])
+    assert getattr(plain, field) == chosen[kind == "qwen3_moe"], "SGLang no longer does so"
     args = make_arguments(model, "--tp", tp, "--dp", dp)
-    assert not args.enable_flashinfer_allreduce_fusion and args.moe_runner_backend == "triton"
+    assert getattr(args, field) == chosen[False] and args.moe_runner_backend == "triton"
     with pytest.raises(ValueError, match="enable-flashinfer-allreduce-fusion: leave it out"):
         make_arguments(model, "--tp", tp, "--dp", dp, "--enable-flashinfer-allreduce-fusion")
 
 
 def test_on_blackwell_experts_run_in_triton(h100s, tmp_path, monkeypatch):
     """SGLang's own choice there permutes their rows."""
-    for name in ("is_sm100_supported", "is_blackwell_supported"):
-        monkeypatch.setattr(sglang_arguments, name, lambda *_: True)
+    pretend(monkeypatch, is_sm100_supported=True, is_blackwell_supported=True)
     flags = ("--attention-backend", "triton")
     model = write_mixture_config(tmp_path, "qwen3_moe")
-    plain = sglang_arguments.ServerArgs(model_path=str(model), attention_backend="triton")
+    plain = make_plain_arguments(model, attention_backend="triton")
     assert plain.moe_runner_backend == "flashinfer_trtllm", "SGLang no longer does so"
     assert make_arguments(model, *flags).moe_runner_backend == "triton"
     with pytest.raises(ValueError, match="--moe-runner-backend flashinfer_trtllm: must be triton; leave it out$"):

@@ -19,6 +19,7 @@ from sglang_pat.switch import kv, requests
 from sglang_pat.testing import models
 
 from .checkpoints import Checkpoint
+from .graphs import OLD
 
 pytestmark = pytest.mark.contract
 
@@ -35,24 +36,42 @@ def record_reductions(world_size: int, device: str, dtype: torch.dtype) -> list[
     return reduced
 
 
+def choose_way(world_size: int, blackwell: bool, monkeypatch):
+    """SGLang's choice between its kernels and NCCL, a function of a tensor."""
+    reduce = custom.CustomAllReduceV2.__new__(custom.CustomAllReduceV2)
+    reduce.disabled, reduce.override_algo, reduce.world_size = False, None, world_size
+    if OLD:
+        monkeypatch.setattr(custom, "is_sm100_supported", lambda: blackwell)
+        monkeypatch.setattr(custom, "THRESHOLD_2_SHOT_MAP", {})
+        custom._init_config()
+        mode = custom.THRESHOLD_2_SHOT_MAP[world_size]
+        reduce.max_pull_size, reduce.max_push_size = 16 << 20, mode.one_shot_push_threshold
+        reduce.max_size = max(reduce.max_pull_size, reduce.max_push_size)
+        reduce.override_shot(None)
+        return lambda t: reduce._determine_algo(t).is_push() if reduce.should_custom_ar(t) else "NCCL"
+    from sglang.srt.distributed.device_communicators.configs import custom_all_reduce_v2 as configs
+
+    config = (configs._sm100_configs(148) if blackwell else configs._sm90_configs(132))[world_size]
+    sizes = [min(size, custom._DEFAULT_MAX_SIZE) for size in (config.max_push_bytes(world_size), config.max_pull_bytes)]
+    reduce.config = config.clip(max_push_bytes=sizes[0], max_pull_bytes=sizes[1], world_size=world_size)
+    reduce._eager_plans, reduce._eager_plans_config, reduce._graph_mode_allowed = {}, None, False
+    # One module has its kernels of a type and world size.
+    monkeypatch.setattr(custom, "get_all_reduce_module", lambda dtype, world_size: (dtype, world_size))
+    return lambda t: reduce._eager_plan(t.nbytes, t.dtype)[0] if reduce.should_custom_ar(t) else "NCCL"
+
+
 @pytest.mark.parametrize("blackwell", [False, True])
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_both_kernels_of_custom_all_reduce_and_nccl(monkeypatch, blackwell, world_size, dtype):
+def test_all_kernels_of_custom_all_reduce_and_nccl(monkeypatch, blackwell, world_size, dtype):
     """As SGLang chooses between them, on either kind of GPU (``meta``: nothing is computed)."""
-    monkeypatch.setattr(custom, "is_sm100_supported", lambda: blackwell)
-    monkeypatch.setattr(custom, "THRESHOLD_2_SHOT_MAP", {})
-    custom._init_config()
-    mode, reduce = custom.THRESHOLD_2_SHOT_MAP[world_size], custom.CustomAllReduceV2.__new__(custom.CustomAllReduceV2)
-    reduce.disabled, reduce.override_algo, reduce.world_size = False, None, world_size
-    reduce.max_pull_size, reduce.max_push_size = 16 << 20, mode.one_shot_push_threshold
-    reduce.max_size = max(reduce.max_pull_size, reduce.max_push_size)
-    reduce.override_shot(None)
+    way = choose_way(world_size, blackwell, monkeypatch)
     tensors = record_reductions(world_size, "meta", dtype)
     assert {tensor.dtype for tensor in tensors} == {dtype}
-    ways = {reduce._determine_algo(t).is_push() if reduce.should_custom_ar(t) else "NCCL" for t in tensors}
-    assert ways == {True, False, "NCCL"}
-    reduce.disabled = True  # so that nothing is freed
+    found = {way(tensor) for tensor in tensors}
+    sizes = [16 << i for i in range(25)]
+    assert found == {way(torch.empty(size // dtype.itemsize, dtype=dtype, device="meta")) for size in sizes}
+    assert "NCCL" in found and len(found) == (3 if OLD else 2)
 
 
 @pytest.mark.parametrize(("chosen", "compiled"), [(4, [(1, 4, 64), (4, 4, 64)]), (2, [])])

@@ -59,7 +59,7 @@ def supply(kind: str, size: float) -> Supply:
 
 
 def demand(name: str, tp: int, dp: int, there: Supply, **options) -> Demand:
-    return dataclasses.replace(make_default_demand(shape(name), ParallelLayout(tp, dp), there), **options)
+    return dataclasses.replace(make_default_demand(shape(name), ParallelLayout(tp, dp), there, "v0_5_12"), **options)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -51,7 +51,10 @@ MOST_SAMPLED = 256
 """Requests whose logits a step is expected to hold at once."""
 TAIL_BATCH = 16
 """Largest batch with a graph above the base layout, with the default policy."""
-SGLANG_DEFAULTS = ((20, 2048, 8, 8), (35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192, 256, 512))
+SGLANG_DEFAULTS = {
+    "v0_5_12": ((20, 2048, 8, 8), (35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192, 256, 512)),
+    "v0_5_23": ((20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512)),
+}
 """SGLang's choices by memory below so many GiB: prefill chunk, largest graph batch below tp4 and from tp4 on."""
 REQUESTS, CONTEXT = 512, 4096
 """Requests, and tokens of each, for which room is enough."""
@@ -497,15 +500,20 @@ def format_advice(plan: MemoryPlan, profile: Profile | None = None) -> str | Non
 # -- an engine that is not started here -------------------------------------------------------------------------------
 
 
-def make_default_demand(shape: ModelShape, base: ParallelLayout, supply: Supply, tokens: int | None = None) -> Demand:
+def make_default_demand(
+    shape: ModelShape, base: ParallelLayout, supply: Supply, folder: str, tokens: int | None = None
+) -> Demand:
     """An engine with SGLang's own defaults, the default policy and its candidates.
+
+    Args:
+        folder: name of the adapter's folder for the SGLang that is meant (:data:`sglang_pat.version.ADAPTERS`).
 
     Raises:
         ValueError: the model does not allow the base degree.
     """
     if reason := shape.find_reason_against_degree(base.tp):
         raise ValueError(f"--tp {base.tp} {reason}: choose another")
-    chunk, graph_batch = get_sglang_chunk_and_batch(supply.total, base.tp)
+    chunk, graph_batch = get_sglang_chunk_and_batch(supply.total, base.tp, folder)
     graphs = supply.kind == "cuda"
     return Demand(
         shape=shape,
@@ -518,9 +526,9 @@ def make_default_demand(shape: ModelShape, base: ParallelLayout, supply: Supply,
     )
 
 
-def get_sglang_chunk_and_batch(total: int, tp: int) -> tuple[int, int]:
+def get_sglang_chunk_and_batch(total: int, tp: int, folder: str) -> tuple[int, int]:
     """Prefill chunk (tokens) and largest graph batch that SGLang chooses for ``total`` bytes."""
-    for below, chunk, small, large in SGLANG_DEFAULTS:
+    for below, chunk, small, large in SGLANG_DEFAULTS[folder]:
         if total < below * GIB:
             return chunk, small if tp < 4 else large
     return 16384, 512
