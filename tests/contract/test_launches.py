@@ -129,4 +129,4 @@ def test_one_that_was_retracted_and_has_all_its_kv_is_so_no_more():
     req.is_retracted = True
     table = ReqToTokenPool(4, 64, "cpu", False)
     kv.write_rows(SimpleNamespace(req_to_token_pool=table, device="cpu"), [req], [np.arange(5)])
-    assert not req.is_retracted and req.kv_committed_len == 5
+    assert not req.is_retracted and kv.count_kv(req) == 5

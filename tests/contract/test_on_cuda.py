@@ -54,7 +54,9 @@ def make_arguments(model, *flags: str, policy=launch.MANUAL):
 def test_arguments_and_graphs(h100s, model):
     args = make_arguments(model)
     assert args.device == "cuda" and args.page_size == 1 and not args.disable_overlap_schedule
-    assert args.attention_backend == "fa3" and not has_prefill_graphs(args) and adapter.arguments.has_decode_graphs(args)
+    assert (
+        args.attention_backend == "fa3" and not has_prefill_graphs(args) and adapter.arguments.has_decode_graphs(args)
+    )
     assert not args.disable_custom_all_reduce and args.chunked_prefill_size == 8192
     sizes = resolve_spec(arguments.read_deployment(args)).graph_sizes
     assert max(sizes[1]) == 256 and sizes[2]

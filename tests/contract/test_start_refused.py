@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_pat.config import AdaptiveConfig
+from sglang_pat.host import adapter
 from sglang_pat.launch import processes
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.testing.ports import find_free_port
@@ -45,10 +46,11 @@ def test_ports(run_code, model):
     def ask(port: int) -> str:
         return check_refused(run_code(CODE, *BASE, "--model-path", model, "--port", port))
 
-    assert "choose one up to 55535" in ask(55_536)
+    highest = 55_535 if adapter.refusals.SECOND_PORT else 65_535
+    assert f"choose one up to {highest}" in ask(highest + 1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        if port <= 55_535:
+        if port <= highest:
             assert "in use; choose another" in ask(port)
 
 
@@ -91,7 +93,14 @@ from sglang_pat.cpu import shim
 
 shim.ensure()
 
-from sglang.srt.distributed import get_tensor_model_parallel_world_size
+try:
+    from sglang.srt.distributed import get_tensor_model_parallel_world_size
+except ImportError:  # 0.5.23
+    from sglang.srt.runtime_context import get_parallel
+
+    def get_tensor_model_parallel_world_size():
+        return get_parallel().tp_size
+
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.registry import ModelRegistry
 

@@ -107,13 +107,18 @@ def test_memory_is_taken_for_kv_that_moves():
         config=SimpleNamespace(kv_exchange="direct"),
     )
     staging = SimpleNamespace(reserve=lambda out, into: reserved.append(out))
-    prompt = SimpleNamespace(kv_committed_len=30, seqlen=500)
+
+    def make(tokens: int, **others: int) -> SimpleNamespace:
+        kept = {"kv_committed_len": tokens}
+        return SimpleNamespace(**kept, kv=SimpleNamespace(**kept), **others)
+
+    prompt = make(30, seqlen=500)
     for mode, chunked_req in itertools.product(("migrate", "auto", "recompute"), (None, prompt)):
         scheduler = SimpleNamespace(
             tree_cache=SimpleNamespace(is_chunk_cache=lambda: False, disable=False),
             chunked_req=chunked_req,
             chunked_prefill_size=20,
-            running_batch=SimpleNamespace(reqs=[SimpleNamespace(kv_committed_len=n) for n in (10, 100)]),
+            running_batch=SimpleNamespace(reqs=[make(n) for n in (10, 100)]),
             waiting_queue=[],
             adaptive=SimpleNamespace(kv=mode),
         )

@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ENV = "GPU_REHEARSAL"
@@ -28,6 +29,72 @@ def register() -> None:
     if ENV not in os.environ:
         return
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    from sglang_pat.host import adapter
+
+    if adapter.FOLDER == "v0_5_12":
+        rehearse_graphs_of_0_5_12()
+    else:
+        rehearse_graphs()
+    # This back end keeps nothing between steps.
+    TorchNativeAttnBackend.init_cuda_graph_state = lambda self, max_bs, max_num_tokens: None
+    TorchNativeAttnBackend.init_forward_metadata_capture_cuda_graph = lambda self, *args: None
+    TorchNativeAttnBackend.init_forward_metadata_replay_cuda_graph = lambda self, *args, **kwargs: None
+    TorchNativeAttnBackend.get_cuda_graph_seq_len_fill_value = lambda self: 1
+    rehearse_memory_saver()
+    if mistake := os.environ.get(MISTAKE_ENV):
+        MISTAKES[mistake]()
+
+
+def rehearse_graphs() -> None:
+    """SGLang's ``DecodeCudaGraphRunner``, whose back end makes the graphs."""
+    import torch
+    from sglang.srt.model_executor import model_runner
+    from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
+    from sglang.srt.model_executor.runner import decode_cuda_graph_runner as decode
+    from sglang.srt.model_executor.runner_backend.base_cuda_graph_backend import BaseCudaGraphBackend
+
+    class RehearsedBackend(BaseCudaGraphBackend):
+        def __init__(self, graphs: Any) -> None:
+            self._runner, self._graphs = graphs.model_runner, {}
+
+        def capture_session(self, stream: Any) -> Any:
+            return nullcontext()
+
+        def capture_one(
+            self, shape_key: Any, forward_fn: Callable, capture_inputs: Any = None, post_warmup_hook: Any = None
+        ) -> None:
+            self._graphs[shape_key] = RecordedGraph(self._runner)
+            self._graphs[shape_key].capture(forward_fn)
+
+        def can_run(self, forward_batch: Any, shape_key: Any) -> bool:
+            return shape_key in self._graphs
+
+        def replay_session(self) -> Any:
+            return nullcontext()
+
+        def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
+            return self._graphs[shape_key].replay()
+
+        def cleanup(self) -> None:
+            self._graphs.clear()
+
+    def init_decode_cuda_graph(runner: Any) -> None:
+        if runner.graph_shared_output is None:  # as on a CPU
+            rows = max(max(sizes, default=1) for sizes in runner.server_args.spec.graph_sizes.values())
+            runner.graph_shared_output = GraphSharedOutput(device=torch.device("cpu"), max_rows=rows)
+        runner.decode_cuda_graph_runner = decode.DecodeCudaGraphRunner(runner)
+
+    model_runner.ModelRunner.init_decode_cuda_graph = init_decode_cuda_graph
+    torch.cpu.is_current_stream_capturing = lambda: False
+    decode.resolve_decode_backend = RehearsedBackend
+    decode.get_or_create_global_graph_capture_stream = torch.cpu.Stream
+    decode.graph_capture = lambda stream: nullcontext(SimpleNamespace(stream=stream))
+    # It collects garbage twice, a second each in a process that has imported SGLang; what is captured here allows it.
+    decode.freeze_gc = lambda enable_cudagraph_gc: nullcontext()
+
+
+def rehearse_graphs_of_0_5_12() -> None:
     from sglang.srt.model_executor import cuda_graph_runner, model_runner
 
     class RehearsedGraphs(cuda_graph_runner.CudaGraphRunner):
@@ -47,20 +114,12 @@ def register() -> None:
     model_runner.ModelRunner.init_device_graphs = init_device_graphs
     # It collects garbage twice, a second each in a process that has imported SGLang; what is captured here allows it.
     cuda_graph_runner.freeze_gc = lambda enable_cudagraph_gc: nullcontext()
-    # This back end keeps nothing between steps.
-    TorchNativeAttnBackend.init_cuda_graph_state = lambda self, max_bs, max_num_tokens: None
-    TorchNativeAttnBackend.init_forward_metadata_capture_cuda_graph = lambda self, *args: None
-    TorchNativeAttnBackend.init_forward_metadata_replay_cuda_graph = lambda self, *args, **kwargs: None
-    TorchNativeAttnBackend.get_cuda_graph_seq_len_fill_value = lambda self: 1
 
     def init_piecewise_cuda_graphs(runner: Any) -> None:
         off = runner.server_args.disable_piecewise_cuda_graph
         runner.piecewise_cuda_graph_runner = None if off else RecordedPrefill(runner)
 
     model_runner.ModelRunner.init_piecewise_cuda_graphs = init_piecewise_cuda_graphs
-    rehearse_memory_saver()
-    if mistake := os.environ.get(MISTAKE_ENV):
-        MISTAKES[mistake]()
 
 
 class RecordedGraph:
@@ -73,10 +132,10 @@ class RecordedGraph:
         self._run_once, self._with = run_once, in_force(self._runner)
         self._output = run_once()
         self._said = False
-        say(self._runner, "capture", self._batch())
+        say("capture", self._batch())
         return self._output
 
-    def replay(self) -> None:
+    def replay(self) -> Any:
         check(self._with, in_force(self._runner))
         found = self._run_once()
         self._output.next_token_logits.copy_(found.next_token_logits)
@@ -84,7 +143,8 @@ class RecordedGraph:
             self._output.hidden_states.copy_(found.hidden_states)
         if not self._said:
             self._said = True
-            say(self._runner, "replay", self._batch())
+            say("replay", self._batch())
+        return self._output
 
     def _batch(self) -> int:
         return len(self._output.next_token_logits)
@@ -155,7 +215,7 @@ def in_force(runner: Any) -> dict[str, Any]:
     """What a step of this runner reads now: objects by identity, tensors by address."""
     from sglang.srt.distributed import parallel_state
 
-    found = {"tp": runner.tp_size, "model": id(runner.model), "attention backend": id(runner.attn_backend)}
+    found = {"tp": get_degree(), "model": id(runner.model), "attention backend": id(runner.attn_backend)}
     for name in ("_TP", "_ATTN_TP", "_MOE_TP"):
         found[f"group {name}"] = id(getattr(parallel_state, name))
     for name, module in runner.model.named_modules():
@@ -168,22 +228,29 @@ def in_force(runner: Any) -> dict[str, Any]:
     return found
 
 
-def say(runner: Any, event: str, batch: int) -> None:
+def get_degree() -> int:
+    from sglang.srt.distributed import parallel_state
+
+    return parallel_state.get_tp_group().world_size
+
+
+def say(event: str, batch: int) -> None:
     path = Path(os.environ[ENV]) / f"{os.getpid()}.jsonl"
     with path.open("a") as file:
-        file.write(json.dumps({"event": event, "tp": runner.tp_size, "batch": batch}) + "\n")
+        file.write(json.dumps({"event": event, "tp": get_degree(), "batch": batch}) + "\n")
 
 
 def graphs_of_one_layout() -> None:
     """All layouts decode with the base layout's graphs."""
+    from sglang_pat.host import adapter
     from sglang_pat.rank.layouts import Layouts
 
-    install = Layouts.install
+    install, name = Layouts.install, adapter.runner.GRAPHS
 
     def careless(self: Layouts, layout: Any) -> Any:
-        kept = self.runner.graph_runner if self.current.layout != layout else self[layout].parts.graph_runner
+        kept = getattr(self.runner, name) if self.current.layout != layout else self[layout].parts.graph_runner
         runtime = install(self, layout)
-        self.runner.graph_runner = kept
+        setattr(self.runner, name, kept)
         return runtime
 
     Layouts.install = careless

@@ -117,7 +117,7 @@ def _compare_tokens(bench: Bench, model: Path, *flags: str) -> Result:
 
 
 def lent_ranks(bench: Bench) -> Result:
-    """float32: greedy tokens are equal while half of the ranks are lent, and on a GPU their memory is free meanwhile."""
+    """float32: greedy tokens are equal while half of the ranks are lent; on a GPU their memory is free meanwhile."""
     saver = ("--enable-memory-saver",) if bench.device == "cuda" else ()
     worker, prompts = bench.start_exact_engine(bench.small, *saver), bench.make_prompts(6, 40)
     tokens = bench.count_answer_tokens(2)

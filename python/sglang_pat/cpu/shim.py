@@ -156,6 +156,13 @@ def _pin_nothing(module: types.ModuleType) -> None:
         module.torch = _TorchWithoutPinning(module.torch)
 
 
+def _keep_tables_plain(base: types.ModuleType) -> None:
+    """Let tables of routed experts be plain tensors where there is no CUDA; SGLang (0.5.23) registers them with it."""
+    _pin_nothing(base)
+    if not base.torch.cuda.is_available() and (makers := getattr(base, "ALLOC_MEMORY_FUNCS", None)) is not None:
+        makers["cpu"] = lambda dims, dtype, **_: base.torch.empty(dims, dtype=dtype)
+
+
 def _gate_by_torch(elementwise: types.ModuleType) -> None:
     """Have torch gate a shared expert where there is no CUDA; SGLang (0.5.23) launches a Triton kernel everywhere."""
     if elementwise.torch.cuda.is_available():
@@ -176,7 +183,7 @@ _AFTER_IMPORT = {
     "torchvision.extension": _declare_torchvision_ops,  # the first thing that torchvision imports
     "sglang.srt.utils.patch_torch": _keep_cpu_reductions,
     "sglang.srt.layers.logits_processor": _pin_nothing,
-    "sglang.srt.state_capturer.base": _pin_nothing,
+    "sglang.srt.state_capturer.base": _keep_tables_plain,
 }
 
 

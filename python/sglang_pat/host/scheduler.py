@@ -246,5 +246,6 @@ class AdaptiveScheduler(RankScheduler):
     def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:
         output = super().get_internal_state(recv_req)
         # To the outside the engine has N ranks in every layout.
-        output.internal_state.update({"tp_size": self.adaptive.num_ranks, "dp_size": 1})
+        outer = {"tp_size": self.adaptive.num_ranks, "dp_size": 1, "world_size": self.adaptive.num_ranks}
+        output.internal_state.update({name: size for name, size in outer.items() if name in output.internal_state})
         return output

@@ -9,6 +9,7 @@ CURRENT = "cur_batch_for_debug"
 
 COUNTERS = (
     "forward_ct", "recv_skipper._counter", "processed_tokens_counter", "_prefill_decode_interval_remaining",
+    "policy._waiting_prefix_refresh_calls",
 )  # fmt: skip
 """Attributes of the scheduler, dotted, that count steps and that a rank takes over from its new leader."""
 
