@@ -85,7 +85,14 @@ def rehearse_graphs() -> None:
             runner.graph_shared_output = GraphSharedOutput(device=torch.device("cpu"), max_rows=rows)
         runner.decode_cuda_graph_runner = decode.DecodeCudaGraphRunner(runner)
 
+    init = model_runner.ModelRunner.init_cuda_graphs
+
+    def init_cuda_graphs(runner: Any, *args: Any, **kwargs: Any) -> None:
+        init(runner, *args, **kwargs)
+        init_decode_cuda_graph(runner)
+
     model_runner.ModelRunner.init_decode_cuda_graph = init_decode_cuda_graph
+    model_runner.ModelRunner.init_cuda_graphs = init_cuda_graphs
     torch.cpu.is_current_stream_capturing = lambda: False
     decode.resolve_decode_backend = RehearsedBackend
     decode.get_or_create_global_graph_capture_stream = torch.cpu.Stream
@@ -199,6 +206,12 @@ class RecordedPrefill:
     def can_run(self, batch: Any) -> bool:
         return True
 
+    can_run_graph = can_run
+
+    def execute(self, batch: Any, **kwargs: Any) -> Any:
+        check(self._with, in_force(self._runner))
+        return self._runner.eager_runner.execute(batch)
+
     def replay(self, batch: Any, **kwargs: Any) -> Any:
         check(self._with, in_force(self._runner))
         self._runner.attn_backend.init_forward_metadata(batch)
@@ -260,6 +273,15 @@ def prefill_graphs() -> None:
     """Prefill has graphs, as it has in stock SGLang."""
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    if hasattr(ModelRunner, "init_cuda_graphs"):
+        begin = ModelRunner.init_cuda_graphs
+
+        def with_prefill(runner: Any, *args: Any, **kwargs: Any) -> None:
+            begin(runner, *args, **kwargs)
+            runner.prefill_cuda_graph_runner = RecordedPrefill(runner)
+
+        ModelRunner.init_cuda_graphs = with_prefill
+        return
     init = ModelRunner.init_piecewise_cuda_graphs
 
     def careless(runner: Any) -> None:
