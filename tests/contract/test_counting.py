@@ -15,6 +15,7 @@ from sglang_pat.config import AdaptiveConfig
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import ScheduleEntry, ScheduleState
 
+from .graphs import OLD
 from .requests_made import tokenize
 
 pytestmark = pytest.mark.contract
@@ -27,10 +28,13 @@ def test_the_warm_up_does_not_count_in_a_log(monkeypatch):
 
     manager, seen = SimpleNamespace(pat_log_begins=True), []
     monkeypatch.setattr(http_server, "get_global_state", lambda: SimpleNamespace(tokenizer_manager=manager))
-    monkeypatch.setattr(
-        http_server, "_execute_server_warmup",
-        lambda args: seen.append((manager.pat_log_begins, args.dp_size)) or True,
-    )  # fmt: skip
+
+    def warm_up(args) -> bool:
+        replicas = args.dp_size if OLD else http_server.get_parallel().num_dp_ranks
+        seen.append((manager.pat_log_begins, replicas))
+        return True
+
+    monkeypatch.setattr(http_server, "_execute_server_warmup", warm_up)
     config = AdaptiveConfig(base=ParallelLayout(1, 4))
     assert engine._warm_up(SimpleNamespace(dp_size=1, spec=SimpleNamespace(config=config))) is True
     assert seen == [(False, 4)], "a request for each replica"

@@ -9,6 +9,8 @@ from sglang_pat.coordinator.process import classify
 from sglang_pat.coordinator.router import Control
 from sglang_pat.host.controls import CONTROLS
 
+from .graphs import OLD
+
 pytestmark = pytest.mark.contract
 
 TO_ALL, TAKES_BACK, REFUSED = "goes to all ranks", "takes ranks back", "is refused"
@@ -43,12 +45,22 @@ WHILE_LENT = {
     io.ProfileReq: TO_ALL,
     io.GetInternalStateReq: TO_ALL,
     io.SetInternalStateReq: TO_ALL,
-    io.GetLoadsReqInput: TO_ALL,
     io.SlowDownReqInput: TO_ALL,
     io.DumperControlReqInput: TO_ALL,
     io.OpenSessionReqInput: TO_ALL,
     io.RpcReqInput: TO_ALL,
 }
+if OLD:
+    WHILE_LENT[io.GetLoadsReqInput] = TO_ALL
+else:
+    WHILE_LENT |= {
+        io.BeginWeightUpdateReqInput: TAKES_BACK,
+        io.EndWeightUpdateReqInput: TAKES_BACK,
+        io.UpdateWeightVersionReqInput: TO_ALL,
+        io.GetHiCacheL3LayoutReq: TO_ALL,
+        io.PdRoleSwitchReqInput: TO_ALL,
+        io.ScaleElasticEPReqInput: TO_ALL,
+    }
 
 
 def test_each_control_request_is_decided():

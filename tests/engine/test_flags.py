@@ -9,6 +9,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file
 
+from sglang_pat.host.adapter import FOLDER
 from sglang_pat.testing.ports import find_free_port
 from sglang_pat.testing.server import Server
 from sglang_pat.testing.tokenizer import SPECIAL_TOKENS, STOP_ID
@@ -21,11 +22,13 @@ SCHEDULING = (
     "--prefill-max-requests 2 --max-queued-requests 64 --chunked-prefill-size 64 --allow-auto-truncate "
     "--context-length 1024 --stream-interval 3 --incremental-streaming-output --batch-notify-size 4 "
     "--stream-response-default-include-usage --enable-return-hidden-states --enable-custom-logit-processor "
-    "--enable-nan-detection --enable-fp32-lm-head --sampling-defaults openai --enable-cache-report "
+    "--enable-fp32-lm-head --sampling-defaults openai --enable-cache-report "
     "--enable-tokenizer-batch-encode --constrained-json-disable-any-whitespace --sampling-backend pytorch "
     "--attention-backend torch_native --grammar-backend llguidance --device cpu --disable-cuda-graph --sleep-on-idle "
     "--abort-on-priority-when-disabled"
 )
+if FOLDER == "v0_5_12":
+    SCHEDULING += " --enable-nan-detection"
 SERVING = (
     "--host 127.0.0.1 --served-model-name tiny --weight-version v7 --reasoning-parser qwen3 --tool-call-parser qwen25 "
     "--strip-thinking-cache --fastapi-root-path /api --load-format safetensors --trust-remote-code "
