@@ -54,8 +54,9 @@ test: setup
 unit: setup
 	$(PYTEST) tests/unit -m "not soak and not thorough" $(PYTEST_ARGS)
 
-# The newest SGLang: its contract, and that switches change no token.  NEWEST_TESTS=…: other tests.
-NEWEST_TESTS ?= tests/contract/test_sglang_contract.py tests/engine/test_smoke.py tests/engine/test_same_tokens.py
+# The newest SGLang: its contract, what is decided for GPUs, switches, graphs, lent ranks, flags and routes.  NEWEST_TESTS=…: other tests.
+NEWEST_TESTS ?= $(addprefix tests/contract/test_,sglang_contract.py on_cuda.py memory.py warm.py lending.py) \
+	$(addprefix tests/engine/test_,smoke.py same_tokens.py rehearsal.py lending.py flags.py sglang_routes.py)
 test-newest: $(NEWEST)/.sglang_pat_setup
 	$(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(NEWEST_TESTS) $(PYTEST_ARGS)
 

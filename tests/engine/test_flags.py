@@ -45,7 +45,8 @@ LOGS = (
     "--bucket-time-to-first-token 0.1 1 --bucket-inter-token-latency 0.01 0.1 --bucket-e2e-request-latency 1 10 "
     "--prompt-tokens-buckets default --generation-tokens-buckets default --export-metrics-to-file"
 )
-LOADER = "sglang.srt.model_executor.model_runner._model_load_weights_direct"
+PLACE = "model_runner" if FOLDER == "v0_5_12" else "model_runner_components.weight_updater"
+LOADER = f"sglang.srt.model_executor.{PLACE}._model_load_weights_direct"
 """Takes a model and named tensors, as a user's function would."""
 WORK = [body(i, 60) | {"input_ids": [5 + i, 7 + 3 * i, 9] + list(range(20, 20 + 11 * i))} for i in range(12)]
 UP = {10: 2, 20: 1, 30: 2}
