@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -19,6 +20,7 @@ def batch(mode: ForwardMode, requests: int, **sums: int) -> ScheduleBatch:
     made.forward_mode = mode
     for name, value in sums.items():
         setattr(made, name, value)
+    made.seq_lens_cpu = torch.tensor([sums.get("seq_lens_sum", 0)])
     return made
 
 

@@ -117,4 +117,5 @@ def lengths(meta: dict[str, Any]) -> dict[str, int]:
     """Lengths of all that is there by token; of what is about the output, how much more than tokens."""
     lists = {name: value for name, value in meta.items() if isinstance(value, list) and name not in OF_THE_RUN}
     tokens = meta["completion_tokens"]
-    return {name: len(value) - (0 if name.startswith("input_") else tokens) for name, value in lists.items()}
+    others = ("input_", "weight_versions")
+    return {name: len(value) - (0 if name.startswith(others) else tokens) for name, value in lists.items()}

@@ -100,7 +100,7 @@ def is_decode(batch: ScheduleBatch) -> bool:
 
 def count_step_tokens(batch: ScheduleBatch) -> int:
     """Number of tokens that a step attends to, if it decodes, or computes, if it prefills."""
-    return int((batch.seq_lens_sum if batch.forward_mode.is_decode() else batch.extend_num_tokens) or 0)
+    return adapter.batches.count_attended(batch) if is_decode(batch) else int(batch.extend_num_tokens or 0)
 
 
 def read_sampled_tokens(batch: ScheduleBatch, result: Any) -> tuple[list[str], list[int]] | None:

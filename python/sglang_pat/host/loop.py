@@ -100,7 +100,7 @@ def list_running_with_last(scheduler: SglangScheduler) -> list[Req]:
 def count_decoding_tokens(scheduler: SglangScheduler) -> int:
     """Number of tokens that the next decode step attends to."""
     decoding = scheduler.running_batch
-    return int(decoding.seq_lens_sum or 0) if decoding.reqs else 0
+    return adapter.batches.count_attended(decoding) if decoding.reqs else 0
 
 
 def get_chunked(scheduler: SglangScheduler) -> Req | None:

@@ -21,6 +21,11 @@ def set_last_tokens(scheduler: Any, batch: ScheduleBatch, tokens: torch.Tensor) 
     assign(batch, output_ids=tokens)
 
 
+def count_attended(batch: ScheduleBatch) -> int:
+    """Number of tokens that a decode step of ``batch`` attends to."""
+    return int(batch.seq_lens_sum or 0)
+
+
 def compute_whole(req: Req) -> None:
     """Have the whole prompt of ``req`` computed, in one piece."""
     assign(req, fill_ids=req.origin_input_ids)

@@ -23,6 +23,11 @@ def set_last_tokens(scheduler: Any, batch: ScheduleBatch, tokens: torch.Tensor) 
     scheduler.future_map.output_tokens_buf[batch.req_pool_indices] = tokens
 
 
+def count_attended(batch: ScheduleBatch) -> int:
+    """Number of tokens that a decode step of ``batch`` attends to; SGLang sums lengths up in the step only."""
+    return 0 if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu.sum())
+
+
 def compute_whole(req: Req) -> None:
     """Have the whole prompt of ``req`` computed, in one piece."""
     req.refresh_fill_ids()
