@@ -54,7 +54,8 @@ test: setup
 unit: setup
 	$(PYTEST) tests/unit -m "not soak and not thorough" $(PYTEST_ARGS)
 
-# The newest SGLang: its contract, what is decided for GPUs, switches, graphs, lent ranks, flags and routes.  NEWEST_TESTS=…: other tests.
+# The newest SGLang: its contract, what is decided for GPUs, switches, graphs, lent ranks, flags, routes, policies and
+# profiles.  NEWEST_TESTS=…: other tests.
 NEWEST_TESTS ?= $(addprefix tests/contract/test_,sglang_contract.py on_cuda.py memory.py warm.py lending.py) \
 	$(addprefix tests/engine/test_,smoke.py same_tokens.py rehearsal.py lending.py flags.py sglang_routes.py \
 	policies.py profiler.py)
