@@ -20,9 +20,9 @@ import torch
 from sglang_pat.cpu import shim
 from sglang_pat.host import adapter
 
-pytestmark = [pytest.mark.contract, pytest.mark.slow]
+from .graphs import OLD
 
-OLD = adapter.FOLDER == "v0_5_12"
+pytestmark = [pytest.mark.contract, pytest.mark.slow]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 from sglang_pat.host import adapter
 from sglang_pat.host.fixes.float32 import force_float32
 
-pytestmark = pytest.mark.contract
+from .graphs import OLD
 
-OLD = adapter.FOLDER == "v0_5_12"
+pytestmark = pytest.mark.contract
 
 
 def make_norm(args, monkeypatch) -> RMSNorm:

@@ -24,9 +24,9 @@ from sglang_pat.messages import LoadReport, Step
 from sglang_pat.rank.load_reports import LoadReporter
 from sglang_pat.rank.step_gate import StepGate
 
-pytestmark = pytest.mark.contract
+from .graphs import OLD
 
-OLD = adapter.FOLDER == "v0_5_12"
+pytestmark = pytest.mark.contract
 
 
 class Admits(Exception):

@@ -13,9 +13,9 @@ from sglang_pat.host import adapter
 from sglang_pat.host.scheduler import AdaptiveScheduler
 from sglang_pat.rank.step_gate import StepGate
 
-pytestmark = pytest.mark.contract
+from .graphs import OLD
 
-OLD = adapter.FOLDER == "v0_5_12"
+pytestmark = pytest.mark.contract
 TURN = "recv_requests" if OLD else "ingest_requests"
 """SGLang's method with which each turn of its loop begins."""
 

@@ -29,6 +29,14 @@ async def describe(rig: Rig) -> dict[str, Any]:
     }
 
 
+async def _begin(rig: Rig, tp: int | None) -> None:
+    """An engine without prefixes and without a trace, of degree ``tp``; None to stay in the layout in force."""
+    if tp is not None:
+        await rig.reconfigure(tp)
+    await rig.flush()
+    await rig.read_trace()
+
+
 async def generate_greedy(
     rig: Rig, prompts: list[list[int]], answer: int, visits: list[int], start: int
 ) -> dict[str, Any]:
@@ -36,9 +44,7 @@ async def generate_greedy(
 
     Returns the answers' token ids, their routed experts if the engine returns these, and the record of each switch.
     """
-    await rig.reconfigure(start)
-    await rig.flush()
-    await rig.read_trace()
+    await _begin(rig, start)
     tasks = rig.send(prompts, [answer] * len(prompts))
     records = []
     for tp in visits:
@@ -58,9 +64,7 @@ async def generate_while_lent(rig: Rig, prompts: list[list[int]], answer: int) -
     Returns the answers' token ids, the records of both switches, and the free bytes of the first GPU before and while
     ranks are lent (none on a CPU).
     """
-    await rig.reconfigure(1)
-    await rig.flush()
-    await rig.read_trace()
+    await _begin(rig, 1)
     tasks, records, free = rig.send(prompts, [answer] * len(prompts)), [], []
     for move in (rig.engine.async_lend_ranks, rig.engine.async_take_back_ranks):
         await rig.wait_until_decoding(tasks, len(prompts), STEPS)
@@ -132,10 +136,7 @@ async def run_long_tail(
         start: degree to begin in; None where the engine's policy decides.
         merge_at: switch to degree ``high`` when so many requests are left; None to leave that to the policy.
     """
-    if start is not None:
-        await rig.reconfigure(start)
-    await rig.flush()
-    await rig.read_trace()
+    await _begin(rig, start)
     begun = time.monotonic()
     tasks = rig.send([rig.sample_tokens(16) for _ in lengths], lengths)
     if merge_at is not None:

@@ -105,13 +105,10 @@ def check_port(host: str, port: int) -> None:
 def check_second_port(port: int) -> None:
     """Raise ``ValueError`` for what is no port, or leaves no room for SGLang's second."""
     reserves = adapter.refusals.SECOND_PORT and "SGLANG_GRPC_PORT" not in os.environ
-    if not reserves and not 0 <= port <= MAX_PORT:
-        raise ValueError(f"--port {port}: choose one up to {MAX_PORT}")
-    if port < 0 or (reserves and port + GRPC_OFFSET > MAX_PORT):
-        raise ValueError(
-            f"--port {port}: SGLang also reserves the port 10,000 above, and the highest is {MAX_PORT:,}; "
-            f"choose one up to {MAX_PORT - GRPC_OFFSET}"
-        )
+    highest = MAX_PORT - GRPC_OFFSET if reserves else MAX_PORT
+    if not 0 <= port <= highest:
+        why = f"SGLang also reserves the port 10,000 above, and the highest is {MAX_PORT:,}; " if reserves else ""
+        raise ValueError(f"--port {port}: {why}choose one up to {highest}")
 
 
 def refuse_function(name: str, given: Callable) -> None:
