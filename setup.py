@@ -31,9 +31,8 @@ setup(
     + find_packages(".", include=["profiler*"]),
     package_dir={"": "python", "profiler": "profiler"},
     package_data={
-        "sglang_pat.host": ["*/contract.txt"],
+        "sglang_pat.host": ["*/contract.txt", "*/attributes.txt"],
         "sglang_pat.cpu": ["_site/*.py"],
-        "sglang_pat.checks": ["attributes.txt"],
     },
     ext_modules=[
         CppExtension(

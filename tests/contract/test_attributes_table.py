@@ -6,11 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from sglang.srt.managers.scheduler_recv_skipper import SchedulerRecvSkipper
 
 from sglang_pat.checks import agreement as check
 from sglang_pat.checks import attributes
-from sglang_pat.host import adapter, loop
+from sglang_pat.host import adapter, groups, loop
 from sglang_pat.host import census as inside
 
 pytestmark = pytest.mark.contract
@@ -26,36 +25,52 @@ def test_no_attribute_is_in_the_table_twice():
     assert len(patterns) == len(set(patterns))
 
 
+def put(root: SimpleNamespace, path: str, value: int | None) -> None:
+    """Set the attribute at this dotted path, with the objects on the way to it."""
+    *owners, name = path.split(".")
+    for owner in owners:
+        root = vars(root).setdefault(owner, SimpleNamespace())
+    setattr(root, name, value)
+
+
 def scheduler(steps: int, counter: int) -> SimpleNamespace:
-    skipper = SchedulerRecvSkipper(SimpleNamespace(enable_dp_attention=False, scheduler_recv_interval=3))
-    skipper._counter = counter
-    runner = SimpleNamespace()
-    return SimpleNamespace(
-        forward_ct=steps, recv_skipper=skipper, profiler_start_forward_ct=None, profiler_target_forward_ct=steps + 7,
-        tp_worker=SimpleNamespace(model_runner=runner),
-    )  # fmt: skip
+    """A scheduler after so many steps, in the middle of a profile: what counts its steps."""
+    made = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace()))
+    for path in adapter.loop.COUNTERS:
+        put(made, path, 0)
+    made.forward_ct, made.recv_skipper._counter = steps, counter
+    for path, value in zip(adapter.loop.STEP_MARKS, (None, steps + 7), strict=True):
+        put(made, path, value)
+    return made
 
 
 def test_the_leaders_counters_become_everyones():
     """A profile that had seven steps to go still has."""
     leader, other = scheduler(100, 1), scheduler(30, 2)
     loop.write_counters(other, loop.read_counters(leader))
-    assert (other.forward_ct, other.recv_skipper._counter) == (100, 1)
-    assert other.profiler_target_forward_ct == 107 and other.profiler_start_forward_ct is None
+    assert loop.read_counters(other) == loop.read_counters(leader)
+    assert [loop.find(other, path) for path in adapter.loop.STEP_MARKS] == [None, 107]
 
 
 def request(rid: str, **other) -> SimpleNamespace:
     kept = dict(priority=0, output_ids=[1, 2], kv_committed_len=5, cache_protected_len=3)
-    return SimpleNamespace(rid=rid, time_stats=SimpleNamespace(wait_queue_entry_time=7.5), **kept | other)
+    made = SimpleNamespace(rid=rid, time_stats=SimpleNamespace(wait_queue_entry_time=7.5), **kept | other)
+    made.kv = made  # where newer versions keep the same
+    return made
 
 
 def member(steps: int = 100, counter: int = 1, running=("a",), waiting=("b", "c"), **other) -> SimpleNamespace:
     """A scheduler of a group of two."""
     made = scheduler(steps, counter)
-    made.tp_rank, made.tp_size, made.tp_cpu_group = 0, 2, None
+    made.tp_cpu_group = None
     made.running_batch = SimpleNamespace(reqs=[request(rid, **other) for rid in running])
     made.waiting_queue = [request(rid) for rid in waiting]
     return made
+
+
+@pytest.fixture(autouse=True)
+def group_of_two(monkeypatch) -> None:
+    monkeypatch.setattr(groups, "get_place", lambda scheduler: (0, 2))
 
 
 def check_gathered(monkeypatch, *members: SimpleNamespace) -> None:
@@ -100,9 +115,8 @@ def test_nothing_is_gathered_outside_test_builds_and_in_a_group_of_one(monkeypat
     monkeypatch.delenv(check.CHECK_AGREEMENT_ENV, raising=False)
     check.check(member())
     monkeypatch.setenv(check.CHECK_AGREEMENT_ENV, "1")
-    alone = member()
-    alone.tp_size = 1
-    check.check(alone)
+    monkeypatch.setattr(groups, "get_place", lambda scheduler: (0, 1))
+    check.check(member())
 
 
 def test_what_is_taken_is_classified_as_equal():
@@ -115,7 +129,7 @@ class Root(SimpleNamespace):
 
 
 def test_a_census_shows_stale_references_and_stops_at_cycles():
-    held = SchedulerRecvSkipper(SimpleNamespace(enable_dp_attention=False, scheduler_recv_interval=3))
+    held = Root(_threshold=3)
     held.again = held
     root = Root(skipper=held, tp_worker=SimpleNamespace(model_runner=SimpleNamespace()))
     values, identities = inside.take_census(root)

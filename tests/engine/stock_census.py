@@ -17,16 +17,27 @@ from sglang.srt.entrypoints.engine import Engine  # noqa: E402
 from sglang.srt.managers import scheduler as stock  # noqa: E402
 
 from sglang_pat.checks import census  # noqa: E402
+from sglang_pat.host import adapter  # noqa: E402
+from sglang_pat.host.groups import get_place  # noqa: E402
 from sglang_pat.launch import processes  # noqa: E402
 from sglang_pat.testing.prefork import fork_stock  # noqa: E402
 
 
+def choose_tree() -> dict[str, str]:
+    """Arguments with which this process builds the radix tree that our ranks have."""
+    if adapter.FOLDER == "v0_5_12":
+        return {}
+    adapter.tree.register()
+    return {"radix_cache_backend": adapter.tree.BACKEND}
+
+
 def run_recorded(*args, **kwargs) -> None:
     """SGLang's scheduler process, which writes its census before it serves."""
+    choose_tree()
     loop = stock.Scheduler.run_event_loop
 
     def recorded(scheduler: stock.Scheduler) -> None:
-        census.record(scheduler, scheduler.tp_rank, epoch=0)
+        census.record(scheduler, get_place(scheduler)[0], epoch=0)
         loop(scheduler)
 
     stock.Scheduler.run_event_loop = recorded
@@ -42,7 +53,7 @@ def main(model: str, tp: str, folder: str, arguments: str) -> None:
     # One entry a rank, or SGLang asks for as many NUMA nodes.
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % os.cpu_count()) for rank in range(int(tp)))
     fork_stock()
-    engine = RecordedEngine(model_path=model, tp_size=int(tp), **json.loads(arguments))
+    engine = RecordedEngine(model_path=model, tp_size=int(tp), **json.loads(arguments) | choose_tree())
     engine.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 1})  # by then all ranks have written
     # Not shutdown(), which kills Python's resource tracker too: the ranks' segments would stay in shared memory.
     processes.end_children()

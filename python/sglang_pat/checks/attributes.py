@@ -1,4 +1,4 @@
-"""The table of SGLang's attributes, ``attributes.txt``: what each is, and whether it knows all of a census."""
+"""The tables of SGLang's attributes, ``attributes.txt`` in the adapter's folder: what each attribute is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib import resources
+
+from sglang_pat.launch.contract import find_folder
 
 KINDS = ("fixed", "own", "layout", "group", "rank", "free")
 
@@ -25,8 +27,8 @@ class AttributeLine:
 
 @cache
 def read_table() -> tuple[AttributeLine, ...]:
-    """All lines of ``attributes.txt``.  Raises ``ValueError`` for a line that is none."""
-    return tuple(parse(resources.files(__package__).joinpath("attributes.txt").read_text()))
+    """All lines of the installed SGLang's ``attributes.txt``.  Raises ``ValueError`` for a line that is none."""
+    return tuple(parse(resources.files("sglang_pat").joinpath("host", find_folder(), "attributes.txt").read_text()))
 
 
 def parse(text: str) -> Iterable[AttributeLine]:

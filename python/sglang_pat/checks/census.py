@@ -1,6 +1,6 @@
 """The census of test builds: what SGLang keeps (``host/census.py``), written by every rank.
 
-``attributes.txt`` says of each attribute what it is; ``tests/engine/test_attributes.py`` holds the two against each
+``attributes.txt`` in the adapter's folder says of each attribute what it is; ``tests/engine/test_attributes.py`` holds the two against each
 other in every layout, and against engines that were built at that degree.
 """
 

@@ -1,6 +1,6 @@
 """A census of what SGLang keeps: every attribute of its scheduler, worker and model runner, by path.
 
-``checks/attributes.txt`` says of each what it is.
+``attributes.txt`` in the folder of the version says of each what it is.
 """
 
 from __future__ import annotations
