@@ -57,8 +57,8 @@ unit: setup
 # The newest SGLang: its contract, what is decided for GPUs, switches, graphs, lent ranks, flags, routes, policies and
 # profiles.  NEWEST_TESTS=…: other tests.
 NEWEST_TESTS ?= $(addprefix tests/contract/test_,sglang_contract.py on_cuda.py memory.py warm.py lending.py) \
-	$(addprefix tests/engine/test_,smoke.py same_tokens.py rehearsal.py lending.py flags.py sglang_routes.py attributes.py \
-	policies.py profiler.py)
+	$(addprefix tests/engine/test_,smoke.py same_tokens.py rehearsal.py lending.py flags.py sglang_routes.py \
+	policies.py profiler.py attributes.py)
 test-newest: $(NEWEST)/.sglang_pat_setup
 	$(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(NEWEST_TESTS) $(PYTEST_ARGS)
 

@@ -1,7 +1,7 @@
 """The census of test builds: what SGLang keeps (``host/census.py``), written by every rank.
 
-``attributes.txt`` in the adapter's folder says of each attribute what it is; ``tests/engine/test_attributes.py`` holds the two against each
-other in every layout, and against engines that were built at that degree.
+``attributes.txt`` in the adapter's folder says of each attribute what it is.  ``tests/engine/test_attributes.py`` holds
+the two against each other in every layout, and against engines that were built at that degree.
 """
 
 from __future__ import annotations
