@@ -72,6 +72,9 @@ def make_checked_adapter(config: Any, *args: Any, **kwargs: Any) -> ServerAdapte
     """
     from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
+    from sglang_pat.integrations.verl import newer_sglang
+
+    newer_sglang.complete_client()
     adapter = ServerAdapter(config, *args, **kwargs)
     own = options.get_own_settings(adapter.config)
     if own is not None and options.STREAM not in own:

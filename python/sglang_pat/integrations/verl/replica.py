@@ -19,7 +19,7 @@ from sglang_pat.config import VARIABLE
 from sglang_pat.figures import Figures, job_log
 from sglang_pat.integrations import CALLS
 from sglang_pat.integrations.balance import EngineReport
-from sglang_pat.integrations.verl import options
+from sglang_pat.integrations.verl import newer_sglang, options
 from sglang_pat.integrations.verl.fields import DEGREES, STEPS, STOPPED, STOPS
 from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.policies.lending import Move, Training
@@ -48,6 +48,7 @@ class AdaptiveServer(SGLangHttpServer):
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         attach(options.read_settings(self.config, self.replica_rank), options.WHERE)
+        newer_sglang.list_argument_fields()
         await super().launch_server(*args, **kwargs)
         # verl (0.9.1) would ask for them itself, and then read them as another SGLang returned them.
         self._routed = self.config.enable_rollout_routing_replay
@@ -154,6 +155,7 @@ class PlainServer(SGLangHttpServer):
         if (layers := options.read_stream_setting(self.config)) is not None:
             os.environ[STREAM_VARIABLE] = layers
             attach_layers()
+        newer_sglang.list_argument_fields()
         await super().launch_server(*args, **kwargs)
 
 
