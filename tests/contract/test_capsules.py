@@ -8,29 +8,34 @@ import random
 from array import array
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
-from sglang.srt.managers.scheduler_output_processor_mixin import SchedulerOutputProcessorMixin
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_pat.host import adapter
 from sglang_pat.host.requests import LOGPROBS
 from sglang_pat.rank import degrees
 from sglang_pat.switch import requests
 from sglang_pat.switch.install import _Slots
 
 from ..unit.lines_run import lines_run
+from .graphs import OLD
 
 pytestmark = pytest.mark.contract
 
 
+get_logprobs = adapter.requests.get_logprobs
+
+
 def request(rid: str = "r", prompt: tuple[int, ...] = (5, 6, 7), **options) -> Req:
-    made = Req(rid, "", list(prompt), SamplingParams(), return_logprob=True, **options)
+    made = Req(rid, "", adapter.requests.make_tokens(prompt), SamplingParams(), return_logprob=True, **options)
     made.pat_request = SimpleNamespace(input_ids=made.origin_input_ids)
     made.pat_prompt, made.pat_sealed = array("I", prompt), None
     degrees.begin(made, tp=1)
@@ -39,45 +44,69 @@ def request(rid: str = "r", prompt: tuple[int, ...] = (5, 6, 7), **options) -> R
 
 def decode(req: Req, tokens: int) -> None:
     """SGLang's account of so many more tokens, with all kinds of logprobs."""
+    kept = get_logprobs(req)
     for number in range(len(req.output_ids), len(req.output_ids) + tokens):
         req.output_ids.append(number)
-        req.output_token_logprobs_val.append(-number / 7)
-        req.output_token_logprobs_idx.append(number)
-        req.output_top_logprobs_val.append([-number / 7, -number / 3])
-        req.output_top_logprobs_idx.append([number, number + 1])
-        req.output_token_ids_logprobs_val.append([-number / 5])
-        req.output_token_ids_logprobs_idx.append([9])
+        kept.output_token_logprobs_val.append(-number / 7)
+        kept.output_token_logprobs_idx.append(number)
+        kept.output_top_logprobs_val.append([-number / 7, -number / 3])
+        kept.output_top_logprobs_idx.append([number, number + 1])
+        kept.output_token_ids_logprobs_val.append([-number / 5])
+        kept.output_token_ids_logprobs_idx.append([9])
 
 
 def prefill(req: Req) -> None:
     """Its prompt's logprobs, and the first token."""
-    req.input_token_logprobs_val, req.input_token_logprobs_idx = [None, -0.5, -0.25], [5, 6, 7]
-    req.input_top_logprobs_val, req.input_top_logprobs_idx = [None, [-1.0], [-2.0]], [None, [6], [7]]
-    req.input_token_ids_logprobs_val, req.input_token_ids_logprobs_idx = [None, [-3.0], [-4.0]], [None, [9], [9]]
+    kept = get_logprobs(req)
+    kept.input_token_logprobs_val, kept.input_token_logprobs_idx = [None, -0.5, -0.25], [5, 6, 7]
+    kept.input_top_logprobs_val, kept.input_top_logprobs_idx = [None, [-1.0], [-2.0]], [None, [6], [7]]
+    kept.input_token_ids_logprobs_val, kept.input_token_ids_logprobs_idx = [None, [-3.0], [-4.0]], [None, [9], [9]]
     decode(req, 1)
+
+
+def stream_of_old(req: Req, outlet: SimpleNamespace, no_drafts: SimpleNamespace) -> None:
+    from sglang.srt.managers.scheduler_output_processor_mixin import SchedulerOutputProcessorMixin
+
+    played = SimpleNamespace(
+        stream_interval=1, disaggregation_mode=None, attn_tp_rank=0, dp_rank=None, get_loads=lambda _: None,
+        server_args=SimpleNamespace(enable_request_time_stats_logging=False), _get_cached_tokens_details=lambda _: None,
+        spec_algorithm=no_drafts, send_to_detokenizer=outlet,
+    )  # fmt: skip
+    SchedulerOutputProcessorMixin.stream_output_generation(played, [req], return_logprob=True)
+
+
+def stream_of_new(req: Req, outlet: SimpleNamespace, no_drafts: SimpleNamespace) -> None:
+    from sglang.srt.managers.scheduler_components import output_streamer
+
+    args = SimpleNamespace(
+        enable_request_time_stats_logging=False, stream_interval=1, weight_version="", attn_tp_rank=0, dp_rank=None
+    )
+    streamer = output_streamer.SchedulerOutputStreamer(
+        send_to_detokenizer=outlet, tree_cache=None, server_args=args, is_generation=True, spec_algorithm=no_drafts,
+        disaggregation_mode=None, enable_hicache_storage=lambda: False,
+    )  # fmt: skip
+    asked = dict.fromkeys(("get_serving", "get_parallel", "get_observability"), lambda: args)
+    with mock.patch.multiple(output_streamer, **asked):
+        streamer.stream_output([req], return_logprob=True)
 
 
 def stream_output(req: Req) -> list[tuple]:
     """What SGLang's own code sends about ``req`` now: tokens and all logprobs."""
     sent: list = []
-    outlet = SimpleNamespace(send_output=sent.append)
-    played = SimpleNamespace(
-        stream_interval=1, disaggregation_mode=None, attn_tp_rank=0, dp_rank=None, get_loads=lambda _: None,
-        server_args=SimpleNamespace(enable_request_time_stats_logging=False), _get_cached_tokens_details=lambda _: None,
-        spec_algorithm=SimpleNamespace(is_none=lambda: True), send_to_detokenizer=outlet,
-    )  # fmt: skip
-    SchedulerOutputProcessorMixin.stream_output_generation(played, [req], return_logprob=True)
+    outlet, no_drafts = SimpleNamespace(send_output=sent.append), SimpleNamespace(is_none=lambda: True)
+    (stream_of_old if OLD else stream_of_new)(req, outlet, no_drafts)
     names = ["rids", "finished_reasons", "decode_ids", "output_ids", *LOGPROBS]
     return [(name, repr(getattr(output, name))) for output in sent for name in names]
 
 
 def move_request(req: Req) -> Req:
     """``req`` after a switch to other ranks."""
-    options = {"top_logprobs_num": req.top_logprobs_num, "token_ids_logprob": req.token_ids_logprob}
+    asked = get_logprobs(req)
+    options = {"top_logprobs_num": asked.top_logprobs_num, "token_ids_logprob": asked.token_ids_logprob}
     other = request(stream=req.stream, **options)
-    before = {name: repr(getattr(req, name, None)) for name in LOGPROBS}
+    before = {name: repr(getattr(asked, name, None)) for name in LOGPROBS}
     requests.restore_state(other, pickle.loads(pickle.dumps(requests.serialize_request(req))))
-    assert before == {name: repr(getattr(req, name, None)) for name in LOGPROBS}, "it may go on where it is"
+    assert before == {name: repr(getattr(asked, name, None)) for name in LOGPROBS}, "it may go on where it is"
     return other
 
 
@@ -156,7 +185,7 @@ def test_what_a_switch_brings_is_found_in_the_tree(seed):
             content[row] = torch.tensor(tokens)
             mine.append((tokens, row))
             req = request(f"{group}-{number}", tuple(tokens[:1]))
-            req.output_ids = [*tokens[1:], 3]  # the last token has no KV yet
+            req.output_ids = adapter.requests.make_tokens([*tokens[1:], 3])  # the last token has no KV yet
             decodes = rng.random() < 0.5
             found = slots.enter(req, row.numpy(), shared, decodes)
             assert content[found].tolist() == tokens
@@ -164,13 +193,14 @@ def test_what_a_switch_brings_is_found_in_the_tree(seed):
             decoding += [req] * decodes
     slots.upload()
     for tokens in entered:
-        found = tree.match_prefix(MatchPrefixParams(key=RadixKey([*tokens, 3]))).device_indices
+        key = adapter.tree.make_key(None, [*tokens, 3])
+        found = adapter.tree.read_slots(tree, tree.match_prefix(MatchPrefixParams(key=key)))
         assert content[found].tolist() == tokens
     assert pool.available_size() + tree.total_size() == 400
-    held = {node for req in decoding for node in path(req.last_node)}
+    held = {node for req in decoding for node in path(req.last_node if OLD else req.lock.node)}
     assert tree.protected_size() == sum(len(node.key) for node in held if node is not tree.root_node)
     for req in decoding:
-        tree.dec_lock_ref(req.last_node)
+        tree.dec_lock_ref(req.last_node) if OLD else tree.unlock(req.lock)
     assert tree.total_size() == tree.evictable_size(), "what decodes may take its room"
 
 
@@ -184,7 +214,7 @@ def test_which_degree_generated_which_tokens():
     degrees.begin(req, tp=1)
     degrees.record_degree(req, tp=2)
     assert req.pat_degrees == ((0, 2),), "nothing was generated before"
-    req.output_ids = [11, 12, 13]
+    req.output_ids = adapter.requests.make_tokens([11, 12, 13])
     degrees.record_degree(req, tp=4)
     degrees.record_degree(req, tp=4)
     assert req.pat_degrees == ((0, 2), (3, 4))

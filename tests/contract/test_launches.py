@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt import server_args
+from sglang.srt.managers import schedule_batch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
-from sglang.srt.sampling import penaltylib
+from sglang.srt.sampling import penaltylib, sampling_batch_info
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +27,8 @@ from sglang_pat.host.fixes import penalties
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.rank import degrees
 from sglang_pat.switch import install, requests
+
+from .graphs import OLD
 
 pytestmark = pytest.mark.contract
 
@@ -56,9 +59,10 @@ def upload(values, dtype, device):
 
 def request(number: int, sampling: dict) -> Req:
     params = SamplingParams(max_new_tokens=100, **sampling)
-    params.normalize(None)
-    req = Req(f"r{number}", "", [1000 + number, *range(TOKENS - 1)], params, return_logprob=True, vocab_size=512)
-    req.output_ids = [7, 8, 9]
+    params.normalize(SimpleNamespace(encode=list))
+    prompt, output = map(adapter.requests.make_tokens, ([1000 + number, *range(TOKENS - 1)], [7, 8, 9]))
+    req = Req(f"r{number}", "", prompt, params, return_logprob=True, vocab_size=512)
+    req.output_ids = output
     req.tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=3)
     degrees.begin(req, tp=1)
     return req
@@ -70,9 +74,14 @@ def count_launches(count: int, sampling: dict, monkeypatch) -> Counter[str]:
             monkeypatch.setattr(module, "upload", upload)
     args = SimpleNamespace(
         speculative_algorithm=None, enable_deterministic_inference=False, enable_custom_logit_processor=False,
-        sampling_backend="flashinfer",
+        sampling_backend="flashinfer", enable_watermark=False,
     )  # fmt: skip
-    monkeypatch.setattr(server_args, "_global_server_args", args)
+    if OLD:
+        monkeypatch.setattr(server_args, "_global_server_args", args)
+    else:
+        args.deterministic = args.features = args
+        monkeypatch.setattr(sampling_batch_info, "get_exec", lambda: args)
+        monkeypatch.setattr(schedule_batch, "get_spec", lambda: args)
     monkeypatch.setattr(penaltylib, "BatchedPenalizerOrchestrator", penaltylib.BatchedPenalizerOrchestrator)
     penalties.fix_order()
     pool = TokenToKVPoolAllocator(SLOTS, torch.float32, DEVICE, None, False)
@@ -84,6 +93,7 @@ def count_launches(count: int, sampling: dict, monkeypatch) -> Counter[str]:
         grammar_manager=SimpleNamespace(grammar_queue=[]), waiting_queue=[], running_batch=None, chunked_req=None,
         _chunked_req_scheduled_last_iter=False, layouts=SimpleNamespace(device=DEVICE, layout=ParallelLayout(2, 1)),
         grammars=SimpleNamespace(keep=lambda reqs: None),
+        future_map=SimpleNamespace(output_tokens_buf=torch.empty(257, dtype=torch.int64, device=DEVICE)),
     )  # fmt: skip
     held = TOKENS + 2  # the last token has no KV yet
     reqs = [request(number, sampling) for number in range(count)]

@@ -58,16 +58,16 @@ def test_a_module_is_asked_for_a_name_that_it_lacks():
 SGLANG = (
     "constrained/base_grammar_backend.py", "constrained/grammar_manager.py", "distributed/parallel_state.py",
     "managers/io_struct.py", "managers/schedule_batch.py", "managers/scheduler.py", "managers/tp_worker.py",
-    "mem_cache/allocator.py", "mem_cache/base_prefix_cache.py", "mem_cache/memory_pool.py", "mem_cache/radix_cache.py",
+    "mem_cache/allocator", "mem_cache/base_prefix_cache.py", "mem_cache/memory_pool.py", "mem_cache/radix_cache.py",
     "model_executor/forward_batch_info.py", "model_executor/model_runner.py", "sampling/sampling_params.py",
 )  # fmt: skip
-"""Files with the classes whose objects a rank and a switch deal with."""
+"""Files with the classes whose objects a rank and a switch deal with; a module without its suffix may be a folder."""
 
 OURS = ("checks", "config.py", "cpu", "dropped.py", "files.py", "layout.py", "messages.py", "rank", "switch")
 """Whose classes the clean folders look into; a name that both have counts as ours."""
 
 OF_OTHERS = {name for kind in (dict, str, list) for name in dir(kind)} | {
-    "all", "parameters", "recv", "synchronize", "type",
+    "all", "parameters", "recv", "shape", "synchronize", "type",
 }  # fmt: skip
 """Names that Python's types have, numpy's arrays, sockets, and torch's modules, devices and streams."""
 
@@ -93,7 +93,9 @@ def list_names_of_sglang() -> frozenset[str]:
     spec = find_spec("sglang")
     assert spec is not None and spec.submodule_search_locations
     source = Path(spec.submodule_search_locations[0]) / "srt"
-    theirs = set().union(*(list_members(source / name) for name in SGLANG))
+    sources = [path for name in SGLANG for path in (source / name, source / f"{name}.py") if path.exists()]
+    assert len(sources) == len(SGLANG)
+    theirs = set().union(*(list_members(file) for path in sources for file in ([path], path.glob("*.py"))[path.is_dir()]))
     files = [PACKAGE / name for name in OURS if name.endswith(".py")]
     files += [path for name in OURS for path in (PACKAGE / name).rglob("*.py")]
     return frozenset(theirs - set().union(*map(list_members, files)) - OF_OTHERS)

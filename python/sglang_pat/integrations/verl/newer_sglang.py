@@ -10,10 +10,9 @@ from types import SimpleNamespace
 
 def list_argument_fields() -> None:
     """Let verl's server list the fields of SGLang's arguments: they were a dataclass, and are a struct of msgspec's."""
-    from sglang.srt.server_args import ServerArgs
     from verl.workers.rollout.sglang_rollout import async_sglang_server
 
-    if (names := getattr(ServerArgs, "__struct_fields__", None)) is not None:
+    if (names := getattr(async_sglang_server.ServerArgs, "__struct_fields__", None)) is not None:
         fields = [SimpleNamespace(name=name) for name in names]
         async_sglang_server.dataclasses = SimpleNamespace(fields=lambda kind: fields)
 
