@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from sglang_pat.host.adapter import FOLDER
 from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 
@@ -30,6 +31,9 @@ FLAGS = (
     "--soft-watchdog-timeout 300"
 ).split()
 
+NEW = FOLDER != "v0_5_12"
+"""Whether updates are sessions, and other functions of SGLang's are replaced."""
+
 UNCALLED = {
     "LaunchedEngine.shutdown": "a program calls it (test_python_api.py); a server ends by a signal",
     "Engine.__init__": "a program calls it (test_python_api.py)",
@@ -37,29 +41,36 @@ UNCALLED = {
     "AdaptiveScheduler.get_init_info": "run_rank calls it, as SGLang's run_scheduler_process does in its place",
 }
 """What SGLang does not call, and why it need not."""
+if NEW:
+    UNCALLED["StockTable.destroy"] = "SGLang calls it where a rank ends by itself; these are killed"
 
 STAND_INS = {
     "AdaptiveScheduler.init_request_dispatcher.<locals>.<lambda>",
     "AdaptiveTokenizerManager._pat_reply",
     "AsyncOrderedReceiver.recv_pyobj",
     "CompiledGrammars._lookup",
-    "ControlSender.send_output",
     "ExpectedWeights._record_expert_load",
     "ExpectedWeights._record_load",
     "Gate.wait_for",
-    "GuardedGrammar.fill_vocab_mask",
     "IsolatingDispatcher.__call__",
     "OrderedReceiver.recv_pyobj",
-    "OutputSender.send_output",
-    "OwnRows.__getitem__",
     "ReadableSocket.recv_pyobj",
     "Receiver.load_weights",
     "RpcRelay.recv_pyobj",
     "Table.__getitem__",
     "Table.__setitem__",
-    "_Knowing.__getattr__",
     "accept_trainer_names.<locals>.<lambda>",
-}
+} | (
+    {"GuardedBatch.fill_vocab_mask_batched", "LeaderSender.send_output"}
+    if NEW
+    else {
+        "ControlSender.send_output",
+        "GuardedGrammar.fill_vocab_mask",
+        "OutputSender.send_output",
+        "OwnRows.__getitem__",
+        "_Knowing.__getattr__",
+    }
+)
 """Functions of ours that an object of SGLang's holds, or of an object that it holds in place of SGLang's."""
 
 MAKERS = ("__init__", "__post_init__")
@@ -101,6 +112,9 @@ def update_weights(server: Server, model: Path) -> None:
         check_success(trainer.broadcast({"model.norm.weight": state["model.norm.weight"]}))
     finally:
         trainer.close()
+    if NEW:
+        for path in ("/begin_weight_update", "/end_weight_update"):
+            ask(server, path, {})
     assert not server.post("/update_weights_from_ipc", {"zmq_handles": {}}).json()["success"]
 
 
@@ -118,7 +132,7 @@ def use(server: Server, model: Path, folder: Path) -> None:
         assert server.post(path, {}).status_code == 200
     assert server.post("/start_profile", {"output_dir": str(folder), "num_steps": 2, "activities": ["CPU"]}).ok
     ask(server, "/generate", body(9, 8))
-    assert server.get("/server_info").ok
+    assert server.get("/server_info").ok and server.get("/v1/loads").ok
     assert server.post("/open_session", {"capacity_of_str_len": 100, "session_id": "nobody"}).status_code >= 400
     server.find_rank_process(1).kill()
     server.process.wait(60)

@@ -95,7 +95,9 @@ def list_names_of_sglang() -> frozenset[str]:
     source = Path(spec.submodule_search_locations[0]) / "srt"
     sources = [path for name in SGLANG for path in (source / name, source / f"{name}.py") if path.exists()]
     assert len(sources) == len(SGLANG)
-    theirs = set().union(*(list_members(file) for path in sources for file in ([path], path.glob("*.py"))[path.is_dir()]))
+    theirs = set().union(
+        *(list_members(file) for path in sources for file in ([path], path.glob("*.py"))[path.is_dir()])
+    )
     files = [PACKAGE / name for name in OURS if name.endswith(".py")]
     files += [path for name in OURS for path in (PACKAGE / name).rglob("*.py")]
     return frozenset(theirs - set().union(*map(list_members, files)) - OF_OTHERS)
