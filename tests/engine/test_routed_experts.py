@@ -16,7 +16,7 @@ from sglang_pat.testing.server import Server
 
 from . import rollout_calls
 from .conftest import FORGETS_RETRACTIONS, MODELS, fault
-from .streams import Body, body, check_idle, hold, stream_across, switch, through, tokens
+from .streams import NEVER_ENDS, Body, body, check_idle, hold, stream_across, switch, through, tokens
 
 FLAG = "--enable-return-routed-experts"
 
@@ -183,7 +183,7 @@ def test_retracted_requests(servers, model, stock):
     """Little KV, lavishly given out."""
     flags = (FLAG, "--schedule-conservativeness", "0.1")
     server = servers.adaptive(model, 2, *flags, max_total_tokens=600, env=FORGETS_RETRACTIONS)
-    bodies = [ask(i, 120) for i in range(12)]
+    bodies = [ask(i, 120, **NEVER_ENDS) for i in range(12)]
     answers, _ = through(server, bodies, {40: 2, 80: 1, 100: 2})
     assert server.status()["retracted"]
     check_same(answers, stock(bodies))
