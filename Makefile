@@ -1,6 +1,7 @@
-# make setup | check | test | unit | test-newest | test-integration | test-peers | soak | demo | bench | gpu | lint | types | docs | clean | distclean
+# make setup | check | test | unit | test-integration | test-peers | soak | demo | bench | gpu | lint | types | docs | clean | distclean
 #
 # Needs Python 3.11 or newer, gcc/g++ and make. Everything goes into .venv; a second run takes well under a second.
+# SGLANG=0.5.23: with this SGLang, from an environment of its own on top of .venv (any target that runs an engine).
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_TORCH_ARGS ?=
@@ -10,11 +11,17 @@ BENCH_ARGS ?= --quick
 WORKERS ?= 2
 STUDIES := policies starts gains coarse_grid tail_batching bias lending rl_step
 
+SGLANG ?= 0.5.12.post1
+SGLANGS := 0.5.12.post1 $(patsubst requirements/sglang-%.txt,%,$(wildcard requirements/sglang-*.txt))
+$(if $(filter $(SGLANG),$(SGLANGS)),,$(error SGLANG=$(SGLANG): must be one of $(SGLANGS)))
+OTHER := $(filter-out 0.5.12.post1,$(SGLANG))
+
 VENV := .venv
 PY := $(VENV)/bin/python
-PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
-INTEGRATION := .venv-integration
-NEWEST := .venv-newest
+RUN := $(VENV)$(OTHER:%=-%)
+RUN_PY := $(RUN)/bin/python
+PYTEST = $(RUN_PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+INTEGRATION := .venv-integration$(OTHER:%=-%)
 PIP_COMMAND = -m pip --disable-pip-version-check install --quiet --no-input
 PIP = $(PY) $(PIP_COMMAND)
 SOURCES := requirements/torch.txt requirements/cpu.txt requirements/sglang.txt requirements/tasks.txt
@@ -27,9 +34,11 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup check test unit test-newest test-integration test-peers soak demo bench gpu lint types docs clean distclean
+# No environment is thrown away because another one was made of it.
+.SECONDARY:
+.PHONY: setup check test unit test-integration test-peers soak demo bench gpu lint types docs clean distclean
 
-setup: $(VENV)/.sglang_pat_setup
+setup: $(RUN)/.sglang_pat_setup
 
 $(PY):
 	@test -n "$(PYTHON)" || { echo "no python3 found: install Python 3.11 or newer, or give PYTHON=/path/to/python"; exit 1; }
@@ -44,7 +53,7 @@ $(VENV)/.sglang_pat_requirements: $(SOURCES) | $(PY)
 
 $(VENV)/.sglang_pat_setup: $(VENV)/.sglang_pat_requirements $(EXTENSION)
 	$(PIP) --no-build-isolation --no-deps -e .
-	cp python/sglang_pat/cpu/torchvision_on_cpu.pth "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	cp python/sglang_pat/cpu/torchvision_on_cpu.pth "$$($(PY) $(PRINT_PATH))"
 	touch $@
 
 test: setup
@@ -54,21 +63,15 @@ test: setup
 unit: setup
 	$(PYTEST) tests/unit -m "not soak and not thorough" $(PYTEST_ARGS)
 
-# The newest SGLang: its contract, what is decided for GPUs, switches, graphs, lent ranks, flags, routes, policies and
-# profiles.  NEWEST_TESTS=…: other tests.
-NEWEST_TESTS ?= $(addprefix tests/contract/test_,sglang_contract.py on_cuda.py memory.py warm.py lending.py) \
-	$(addprefix tests/engine/test_,smoke.py same_tokens.py rehearsal.py lending.py flags.py sglang_routes.py \
-	policies.py profiler.py attributes.py)
-test-newest: $(NEWEST)/.sglang_pat_setup
-	$(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(NEWEST_TESTS) $(PYTEST_ARGS)
+# Environments on top of .venv: what they have comes first.
+PRINT_PATH = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+BELOW = "$$($(@D)/bin/python $(PRINT_PATH))/below.pth"
+ADD_VENV = $(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))'
 
-# An environment on top of .venv: what it has comes first.
-LAY_ON_VENV = $(PYTHON) -m venv $(@D) && $(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-	> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
-
-$(NEWEST)/.sglang_pat_setup: $(VENV)/.sglang_pat_setup requirements/newest_sglang.txt
-	$(LAY_ON_VENV)
-	$(NEWEST)/bin/python $(PIP_COMMAND) --no-deps -r requirements/newest_sglang.txt
+.venv-%/.sglang_pat_setup: $(VENV)/.sglang_pat_setup requirements/sglang-%.txt
+	$(PYTHON) -m venv $(@D)
+	$(ADD_VENV) > $(BELOW)
+	$(@D)/bin/python $(PIP_COMMAND) --no-deps -r requirements/sglang-$*.txt
 	touch $@
 
 # The real RL frameworks, in an environment on top of the other one: 23 minutes on two cores.  SHORT=1: what CI runs.
@@ -76,10 +79,16 @@ test-integration: $(INTEGRATION)/.sglang_pat_setup
 	$(INTEGRATION)/bin/python -m pytest tests/integration \
 		$(if $(SHORT),-m "not long and not soak") $(PYTEST_ARGS)
 
-$(INTEGRATION)/.sglang_pat_setup: $(VENV)/.sglang_pat_setup requirements/integration.txt requirements/other_sglang.txt
-	$(LAY_ON_VENV)
-	$(INTEGRATION)/bin/python $(PIP_COMMAND) --no-deps -r requirements/integration.txt
-	$(INTEGRATION)/bin/python $(PIP_COMMAND) --no-deps --upgrade --target $(INTEGRATION)/other_sglang -r requirements/other_sglang.txt
+.venv-integration/.sglang_pat_setup: $(VENV)/.sglang_pat_setup requirements/integration.txt requirements/other_sglang.txt
+	$(PYTHON) -m venv $(@D)
+	$(ADD_VENV) > $(BELOW)
+	$(@D)/bin/python $(PIP_COMMAND) --no-deps -r requirements/integration.txt
+	$(@D)/bin/python $(PIP_COMMAND) --no-deps --upgrade --target $(@D)/other_sglang -r requirements/other_sglang.txt
+	touch $@
+
+.venv-integration-%/.sglang_pat_setup: .venv-%/.sglang_pat_setup .venv-integration/.sglang_pat_setup
+	$(PYTHON) -m venv $(@D)
+	(.venv-$*/bin/python $(PRINT_PATH); .venv-integration/bin/python $(PRINT_PATH); $(ADD_VENV)) > $(BELOW)
 	touch $@
 
 # SGLang's own tests on an engine that switches, from a checkout of its source at the version in use; half an hour and more.
@@ -93,11 +102,11 @@ soak: setup $(INTEGRATION)/.sglang_pat_setup
 	$(INTEGRATION)/bin/python -m pytest tests/integration -m soak $(PYTEST_ARGS)
 
 demo: setup
-	$(PY) -m sglang_pat.demo $(DEMO_ARGS)
+	$(RUN_PY) -m sglang_pat.demo $(DEMO_ARGS)
 
 bench: setup
-	@set -e; for script in bench/[!_]*.py; do echo "== $$script $(BENCH_ARGS)"; $(PY) $$script $(BENCH_ARGS); done
-	@set -e; for study in $(STUDIES); do echo "== studies.$$study $(BENCH_ARGS)"; $(PY) -m studies.$$study $(BENCH_ARGS); done
+	@set -e; for script in bench/[!_]*.py; do echo "== $$script $(BENCH_ARGS)"; $(RUN_PY) $$script $(BENCH_ARGS); done
+	@set -e; for study in $(STUDIES); do echo "== studies.$$study $(BENCH_ARGS)"; $(RUN_PY) -m studies.$$study $(BENCH_ARGS); done
 
 # Does it work on this machine, and what does a switch cost here?  See docs/gpu.md.  Not in .venv, which has no CUDA: in
 # the environment in which SGLang for GPUs is installed, and this package.
@@ -131,7 +140,7 @@ clean:
 	rm -rf build dist out/site python/*.egg-info .pytest_cache .hypothesis .ruff_cache
 	find python profiler studies tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 	find python -name '*.so' -delete
-	rm -f $(VENV)/.sglang_pat_setup
+	rm -f .venv*/.sglang_pat_setup
 
 distclean: clean
-	rm -rf $(VENV) $(INTEGRATION) $(NEWEST)
+	rm -rf .venv .venv-*

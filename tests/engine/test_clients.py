@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from sglang_pat.host.adapter import FOLDER
 from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 
@@ -108,7 +109,11 @@ def test_slime_with_partial_rollout(two):
     assert re.findall(r"step: (\d+) requests in .* in tp1, .* in tp2\), (\d+) switches,", log)[-1] == ("12", "4")
 
 
-@pytest.mark.parametrize("framework", ["slime", "NeMo-RL"])
+FRAMEWORKS = ["slime", "NeMo-RL"] + ["NeMo-RL in sessions"] * (FOLDER != "v0_5_12")
+"""NeMo-RL updates in sessions since its pull request 3612, with an SGLang that has them."""
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_slime_and_nemo_rl_on_the_trainers_gpus(two, framework):
     """Memory is given away after a rollout and taken back by tags, around an update in buckets."""
     server = two.start_in(1)
@@ -124,11 +129,17 @@ def test_slime_and_nemo_rl_on_the_trainers_gpus(two, framework):
                 ok(server.post("/release_memory_occupation", {"tags": tags}))
         assert read_degree(server) == 1
         ok(server.post("/resume_memory_occupation", {"tags": ["weights"]}))
+        if "sessions" in framework:
+            check_success(server.post("/begin_weight_update", {"selector": "all"}))
+            assert server.post("/begin_weight_update", {"selector": "all"}).status_code == 400, "it has begun"
         named = list(models.make_marker_state_dict(new).items())
         for part in (named[:7], named[7:]):
             body = {"serialized_named_tensors": [serialize(flatten(part))] * 2, "load_format": "flattened_bucket"}
             body |= {"flush_cache": False, "weight_version": version}
             check_success(server.post("/update_weights_from_tensor", body))
+        if "sessions" in framework:
+            check_success(server.post("/end_weight_update", {}))
+            assert server.post("/end_weight_update", {}).status_code == 400, "it has ended"
         ok(server.get("/flush_cache"))
         ok(server.post("/resume_memory_occupation", {"tags": kv}))
         assert ok(server.get("/model_info")).json()["weight_version"] == version
