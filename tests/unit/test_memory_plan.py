@@ -130,7 +130,7 @@ def test_a_config_that_is_none():
 @pytest.mark.parametrize(
     "name,tp,dp,least,most,sleep",
     [
-        ("llama-3.1-8b", 1, 8, 300_000, 400_000, 2.4),
+        ("llama-3.1-8b", 1, 8, 300_000, 400_000, 2.5),
         ("qwen2.5-32b", 2, 4, 200_000, 300_000, None),
         ("qwen2.5-32b", 4, 2, 600_000, 900_000, None),
         ("qwen3-30b-a3b", 1, 8, 50_000, 100_000, None),

@@ -41,8 +41,9 @@ CUDA_CONTEXT = 1 * GIB
 """Bytes of context, cuBLAS and attention workspaces of a rank."""
 COMMUNICATOR = 256 * MIB
 """Bytes of one NCCL communicator's buffers."""
-CUSTOM_ALL_REDUCE = 40 * MIB
-"""Bytes of SGLang's custom all-reduce of one TP group (0.5.12: 27 to 32 MiB on Hopper, up to 40 on Blackwell)."""
+CUSTOM_ALL_REDUCE = 80 * MIB
+"""Bytes of SGLang's custom all-reduce of one TP group (0.5.12: 27 to 32 MiB on Hopper, up to 40 on Blackwell; 0.5.23:
+up to 80, of a group of two)."""
 TAIL_WORKSPACE = 128 * MIB
 """Bytes of attention workspace and first graphs of one layout above the base."""
 GRAPH_REQUEST = 2 * MIB
