@@ -18,9 +18,9 @@ and they are taken back when a trainer without work has lost as much (:func:`_de
 from what was measured since the lending, so a trainer that is quicker than its client says is noticed, too.
 
 Three things differ from the paper.  The trainer takes whole groups only, since an advantage needs all responses of its
-prompt; so completion counts them, and what can be trained is estimated by groups.  Training is counted in tokens, for
-the responses that end first are short ones.  And ranks may be lent late: where useless prompts are replaced by new ones
-(DAPO) most of the time is there.
+prompt; so completion counts them, and what can be trained is estimated by groups, without the one that is complete last
+and ends the round.  Training is counted in tokens, for the responses that end first are short ones.  And ranks may be
+lent late: where useless prompts are replaced by new ones (DAPO) most of the time is there.
 
 In a layout of stride 2 every second TP group works (:class:`~sglang_pat.layout.ParallelLayout`); requests of a group
 that is lent go on in the one before it, in the same degree.  A degree that takes all ranks is left for the next lower
@@ -68,10 +68,7 @@ MARGIN = 0.01
 MARGIN_SECONDS = 0.1
 """Seconds that lending must gain at least, besides :data:`MARGIN`."""
 
-UNLIKELY = 0.001
-"""An end of the round that is less likely by then is left out of account, once a whole batch of lengths is known."""
-
-RISK = 0.01
+RISK = 0.0125
 """Share of the step that a lending may lose before ranks are taken back."""
 
 
@@ -347,8 +344,7 @@ def make_lending_policy(
         if lent:
             return _decide_return(courses, alive * moves, work, training)
         decision = _decide_lending(courses, alive * moves, work, training)
-        unlikely = UNLIKELY if len(history) >= training.samples else 0.0
-        if decision.move is Move.LEND and (loss := _estimate_loss(courses, moves, outlook, training, unlikely)) > RISK:
+        if decision.move is Move.LEND and (loss := _estimate_loss(courses, moves, outlook, training)) > RISK:
             return replace(decision, move=Move.WAIT, why=f"{loss:.1%} of the step may be lost", tp=snapshot.tp)
         return decision
 
@@ -456,7 +452,8 @@ class Work:
     """What is expected of complete groups at the start of each interval and at the end, ``[intervals + 1]``.
 
     Attributes:
-        tokens: that the trainer can have begun by then if it is quick enough, those that are ready now included.
+        tokens: that the trainer can have begun by then, in the round, if it is quick enough; those that are ready now
+            included.
         samples: in complete groups, of the whole batch.
     """
 
@@ -477,10 +474,13 @@ def expect_work(load: Load, history: LengthHistory, training: Training, outlook:
     tokens = (load.prompt + load.output)[:, None] + own / np.maximum(ended, 1e-12)
     members = np.zeros((len(family), len(load)))
     members[place, np.arange(len(load))] = 1.0
-    done = np.exp(members @ np.log(np.maximum(ended, 1e-12)))  # [families, intervals + 1]
+    log_done = members @ np.log(np.maximum(ended, 1e-12))  # [families, intervals + 1]
+    done, others = np.exp(log_done), np.exp(log_done.sum(axis=0) - log_done)
+    # The group that is complete last ends the round: nothing of it can be trained meanwhile.
+    early = np.cumsum(np.diff(done, axis=1, prepend=0.0) * (1 - others), axis=1)
     each = members @ tokens + training.pending / len(family)
     left = (training.samples - training.complete) / len(family)
-    return Work(tokens=training.ready + (done * each).sum(axis=0), samples=training.complete + left * done.sum(axis=0))
+    return Work(tokens=training.ready + (early * each).sum(axis=0), samples=training.complete + left * done.sum(axis=0))
 
 
 def _expect_alive(load: Load, curve: Curve, ends: np.ndarray) -> np.ndarray:
@@ -524,15 +524,13 @@ def _decide_lending(courses: _Courses, moving: np.ndarray, work: Work, training:
     return LendingDecision(move=Move.LEND, gain=gain, why="hides training", tp=courses.half_tp)
 
 
-def _estimate_loss(
-    courses: _Courses, moves: np.ndarray, outlook: Outlook, training: Training, unlikely: float
-) -> float:
+def _estimate_loss(courses: _Courses, moves: np.ndarray, outlook: Outlook, training: Training) -> float:
     """Most of the step that a lending now may lose, as a share, if no other group gets complete: because the round is
-    over before the trainer has begun or caught up, or because ranks are taken back when it has.
+    over before the trainer has begun or caught up, or because ranks are taken back when it has.  However unlikely: the
+    curve takes lengths for independent, and those of one prompt are alike.
 
     Args:
         moves: seconds of a lending or a return at the start of each interval and at the end.
-        unlikely: an end of the round that is less likely by an interval is left out of account there.
     """
     whole, half = courses.unfold(outlook.any_alive)
     ready = training.seconds_per_token * training.ready
@@ -540,9 +538,7 @@ def _estimate_loss(
     lost = moves[0] + half - whole - hidden
     done = min(int(np.searchsorted(half, training.setup + training.slowdown * ready)), len(half) - 1)
     lost[done] += moves[done]
-    may = np.append(0.0, 1 - outlook.any_alive) >= unlikely
-    may[done] = True
-    return float((lost / (courses.get_floor(training) + whole + 1e-9))[: done + 1][may[: done + 1]].max())
+    return float((lost / (courses.get_floor(training) + whole + 1e-9))[: done + 1].max())
 
 
 def _decide_return(courses: _Courses, moving: np.ndarray, work: Work, training: Training) -> LendingDecision:
