@@ -68,6 +68,9 @@ MARGIN = 0.01
 MARGIN_SECONDS = 0.1
 """Seconds that lending must gain at least, besides :data:`MARGIN`."""
 
+UNLIKELY = 0.001
+"""An end of the round that is less likely by then is left out of account, once a whole batch of lengths is known."""
+
 RISK = 0.0125
 """Share of the step that a lending may lose before ranks are taken back."""
 
@@ -344,7 +347,10 @@ def make_lending_policy(
         if lent:
             return _decide_return(courses, alive * moves, work, training)
         decision = _decide_lending(courses, alive * moves, work, training)
-        if decision.move is Move.LEND and (loss := _estimate_loss(courses, moves, outlook, training)) > RISK:
+        # Responses to one prompt are alike in length, which the curve leaves out: they end as one.
+        alike = len(snapshot.load) / len(np.unique(snapshot.load.family))
+        unlikely = UNLIKELY**alike if len(history) >= training.samples else 0.0
+        if decision.move is Move.LEND and (loss := _estimate_loss(courses, moves, outlook, training, unlikely)) > RISK:
             return replace(decision, move=Move.WAIT, why=f"{loss:.1%} of the step may be lost", tp=snapshot.tp)
         return decision
 
@@ -524,13 +530,15 @@ def _decide_lending(courses: _Courses, moving: np.ndarray, work: Work, training:
     return LendingDecision(move=Move.LEND, gain=gain, why="hides training", tp=courses.half_tp)
 
 
-def _estimate_loss(courses: _Courses, moves: np.ndarray, outlook: Outlook, training: Training) -> float:
+def _estimate_loss(
+    courses: _Courses, moves: np.ndarray, outlook: Outlook, training: Training, unlikely: float
+) -> float:
     """Most of the step that a lending now may lose, as a share, if no other group gets complete: because the round is
-    over before the trainer has begun or caught up, or because ranks are taken back when it has.  However unlikely: the
-    curve takes lengths for independent, and those of one prompt are alike.
+    over before the trainer has begun or caught up, or because ranks are taken back when it has.
 
     Args:
         moves: seconds of a lending or a return at the start of each interval and at the end.
+        unlikely: an end of the round that is less likely by an interval is left out of account there.
     """
     whole, half = courses.unfold(outlook.any_alive)
     ready = training.seconds_per_token * training.ready
@@ -538,7 +546,9 @@ def _estimate_loss(courses: _Courses, moves: np.ndarray, outlook: Outlook, train
     lost = moves[0] + half - whole - hidden
     done = min(int(np.searchsorted(half, training.setup + training.slowdown * ready)), len(half) - 1)
     lost[done] += moves[done]
-    return float((lost / (courses.get_floor(training) + whole + 1e-9))[: done + 1].max())
+    may = np.append(0.0, 1 - outlook.any_alive) >= unlikely
+    may[done] = True
+    return float((lost / (courses.get_floor(training) + whole + 1e-9))[: done + 1][may[: done + 1]].max())
 
 
 def _decide_return(courses: _Courses, moving: np.ndarray, work: Work, training: Training) -> LendingDecision:
