@@ -9,7 +9,8 @@ interval of token steps then does not depend on what was before, which makes the
 that deals anew would choose the moments at which chance parts the long responses.
 
 Between two switches replicas run independently; a switch comes at one token index for all, so the fast ones wait for
-the slowest.  In an engine they would be further on: adaptive policies are slightly understated, static layouts exact.
+the slowest.  In an engine they would be further on: static layouts are exact, and a policy that switches is understated
+beside an oracle that sees when waits are short; by how much says :mod:`studies.own_pace`.
 Prefill at the start is the same for all and left out.  Queueing is not modelled: see :func:`describe_queueing`.
 """
 
@@ -142,7 +143,7 @@ class Drain:
         def decide(point: int, now: float, tp: int, last_switch: float, dealt: int) -> int:
             return changes.get(point, tp)
 
-        return self._drive(decide, deals=False)
+        return self.drive(decide, deals=False)
 
     def run_policy(
         self, policy: Policy, history: LengthHistory, complete: bool = False, reports: SimulatedReports | None = None
@@ -173,7 +174,7 @@ class Drain:
             switches += chosen != tp
             return chosen
 
-        run = self._drive(decide, deals=True)
+        run = self.drive(decide, deals=True)
         for request in order[reported:]:
             self._learn(history, request)
         if reports is not None:
@@ -216,7 +217,7 @@ class Drain:
             ),
         )
 
-    def _drive(self, decide: Callable[[int, float, int, float, int], int], deals: bool) -> SimulatedRun:
+    def drive(self, decide: Callable[[int, float, int, float, int], int], deals: bool) -> SimulatedRun:
         """Run the batch; ``decide``: the degree to be in, for (point, now, degree in force, end of the last switch,
         last deal); ``deals``: lowering tp deals requests anew."""
         tp, begun, since, last_switch, dealt = self.degrees[0], 0.0, 0, float("-inf"), 0
