@@ -41,6 +41,9 @@ MOST = 128
 ASK_SECONDS = 0.5
 """Seconds between two questions to a policy, later 1% of the time since the last switch."""
 
+GAIN = 1e-5
+"""Share of a round's time that a step of the search must gain."""
+
 
 class Stretch:
     """Requests in one layout from a switch to the next, each replica at its own pace.
@@ -146,7 +149,7 @@ def search_best_seconds(machine: ProfiledMachine, batch: Batch, starts: Sequence
             better = False
             for other in _list_neighbours(machine, schedule, width, seconds):
                 took = run_schedule(machine, batch, other)
-                if took < seconds - 1e-9:
+                if took < seconds * (1 - GAIN):
                     schedule, seconds, better = other, took, True
             width = width if better else width / 2
         found = min(found, seconds)
