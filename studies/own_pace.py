@@ -44,6 +44,9 @@ ASK_SECONDS = 0.5
 GAIN = 1e-5
 """Share of a round's time that a step of the search must gain."""
 
+SWITCHES = 5
+"""Switches of a schedule from which on the search puts in no other one: as many as a policy may make in a round."""
+
 
 class Stretch:
     """Requests in one layout from a switch to the next, each replica at its own pace.
@@ -163,7 +166,7 @@ def _list_neighbours(
     others = [schedule[:place] + schedule[place + 1 :] for place in range(len(schedule))]
     for (moment, tp), without in zip(schedule, list(others), strict=True):
         others += [[*without, (max(moment + by, 0.0), tp)] for by in (-width, width)]
-    if width > seconds / 30:
+    if width > seconds / 30 and len(schedule) < SWITCHES:
         moments = np.arange(width / 2, seconds, 1.5 * width).tolist()
         others += [[*schedule, (moment, tp)] for moment in moments for tp in fingerprint.degrees]
     result: list[list[tuple[float, int]]] = []
