@@ -63,7 +63,7 @@ def attach() -> None:
 
 
 def _refuse(args: Any) -> None:
-    refuse_arguments(args, adapter.streaming.REFUSED_GRAPHS)
+    refuse_arguments(args, adapter.streaming.REFUSED)
 
 
 def make_offloader(engine: Any) -> BaseOffloader:

@@ -27,7 +27,6 @@ REFUSED: tuple[Refusal, ...] = (
     ("speculative_algorithm", _EMPTY, "leave it out: its draft model would be streamed, too"),
     ("enable_lora", _EMPTY, "leave it out: adapters change layers"),
     ("lora_paths", _EMPTY, "leave it out: adapters change layers"),
-    ("torchao_config", _EMPTY, "give an unquantised model"),
     ("enable_torch_compile", _EMPTY, "leave it out: it compiles a model without the waits for its layers"),
     ("enable_two_batch_overlap", _EMPTY, "leave it out: it runs two layers at once"),
 )
@@ -89,13 +88,13 @@ def _find_reason_against(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def refuse_arguments(args: Any, graphs: Iterable[Refusal] = ()) -> None:
+def refuse_arguments(args: Any, more: Iterable[Refusal] = ()) -> None:
     """Raise :class:`CannotStream` for SGLang's arguments of an engine that cannot stream layers.
 
     Args:
-        graphs: what is refused of CUDA graphs.
+        more: what only the installed version of SGLang has.
     """
-    for field, allowed, advice in (*REFUSED, *graphs):
+    for field, allowed, advice in (*REFUSED, *more):
         value = getattr(args, field)
         if value not in allowed:
             given = "--" + field.replace("_", "-") + ("" if value is True else f" {value}")

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+import torch
 import zmq
 
 from sglang_pat import messages
@@ -191,7 +192,7 @@ def test_a_report_that_cannot_be_made_is_replaced_by_a_shorter_one():
         sent.append(report)
 
     req = SimpleNamespace(origin_input_ids=[1], output_ids=[2], pat_limit=10**30, pat_family=5, pat_since=0)
-    batch = SimpleNamespace(reqs=[req], seq_lens_sum=2)
+    batch = SimpleNamespace(reqs=[req], seq_lens_sum=2, seq_lens_cpu=torch.tensor([2]))
     scheduler = SimpleNamespace(
         rank=0, tp_size=1, dropped=Dropped(), channel=SimpleNamespace(send=send), chunked_req=None,
         running_batch=batch, waiting_queue=[], grammar_manager=SimpleNamespace(grammar_queue=[]),

@@ -17,6 +17,7 @@ from sglang_pat.memory.plan import GIB
 from sglang_pat.memory.shapes import ModelShape, read_config
 from sglang_pat.testing import models
 from stream_layers.plan import FEWEST, PLACES, CannotStream, JudgeMemory, order_layers
+from stream_layers.refusals import REFUSED
 
 from ..rehearsal.stream_rehearsal import Race, Streams
 
@@ -196,6 +197,13 @@ def test_new_weights_are_written_to_host_memory(streams):
             for target, source in zip(layer.parameters(), new.parameters(), strict=True):
                 target.data.copy_(source)
     assert all(torch.equal(a, b) for a, b in zip(run(layers), run(other), strict=True))
+
+
+def test_sglang_has_all_arguments_that_are_refused():
+    from sglang.srt.server_args import ServerArgs
+
+    fields = getattr(ServerArgs, "__dataclass_fields__", None) or ServerArgs.__struct_fields__
+    assert {field for field, _, _ in (*REFUSED, *adapter.streaming.REFUSED)} - {*fields} == set()
 
 
 def read_engine(args, monkeypatch):

@@ -33,6 +33,7 @@ async def leave(engine) -> int:
 
 
 async def main(model: str, context: int) -> None:
+    from sglang_pat.host import adapter
     from sglang_pat.server.attach import attach
 
     attach({"base_tp": 1, "policy": "schedule"}, "a test")
@@ -48,7 +49,7 @@ async def main(model: str, context: int) -> None:
         too_long = str(error)
     engine = InProcessEngine(arguments | {"context_length": context})
     # The memory saver needs a GPU; what is waited for before it is asked does not.
-    engine._manager.server_args.enable_memory_saver = True
+    engine._manager.server_args = adapter.arguments.make_view(engine._manager.server_args, enable_memory_saver=True)
     engine._manager.release_memory_occupation_communicator = lambda _: asyncio.sleep(0, [])
     found = {
         "too long": too_long,

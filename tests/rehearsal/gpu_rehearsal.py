@@ -54,6 +54,8 @@ def rehearse_graphs() -> None:
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner as decode
     from sglang.srt.model_executor.runner_backend.base_cuda_graph_backend import BaseCudaGraphBackend
 
+    from sglang_pat.host import adapter
+
     class RehearsedBackend(BaseCudaGraphBackend):
         def __init__(self, graphs: Any) -> None:
             self._runner, self._graphs = graphs.model_runner, {}
@@ -81,7 +83,10 @@ def rehearse_graphs() -> None:
 
     def init_decode_cuda_graph(runner: Any) -> None:
         if runner.graph_shared_output is None:  # as on a CPU
-            rows = max(max(sizes, default=1) for sizes in runner.server_args.spec.graph_sizes.values())
+            spec = getattr(runner.server_args, "spec", None)  # a judge's engine has none
+            graphs = adapter.arguments.read(runner.server_args).cuda_graph_config.decode
+            sizes = [graphs.bs] if spec is None else spec.graph_sizes.values()
+            rows = max(max(some, default=1) for some in sizes)
             runner.graph_shared_output = GraphSharedOutput(device=torch.device("cpu"), max_rows=rows)
         runner.decode_cuda_graph_runner = decode.DecodeCudaGraphRunner(runner)
 

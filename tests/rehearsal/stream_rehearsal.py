@@ -162,7 +162,7 @@ def draw_counts(seed: str) -> None:
     from stream_layers.plan import FEWEST
 
     def choose(self: Any, free: int) -> int:
-        draws = self.__dict__.setdefault("draws", random.Random(f"{seed} of rank {self._runner.tp_rank}"))
+        draws = self.__dict__.setdefault("draws", random.Random(f"{seed} of rank {torch.distributed.get_rank()}"))
         return draws.choice([0, *range(FEWEST, self._streamed.total + 1)])
 
     follow.EVERY, follow.Follower._choose = 4, choose

@@ -188,7 +188,9 @@ def parse_args(argv: list[str]) -> AdaptiveServerArgs:
     if "--config" in argv:
         argv = adapter.arguments.ConfigArgumentMerger(parser).merge_config_with_args(argv)
     raw = parser.parse_args(argv)
-    logging.basicConfig(level=raw.log_level.upper(), format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    # With force: SGLang (0.5.23) has configured it when it was imported, and shows warnings only.
+    shown = "[%(asctime)s] %(message)s"
+    logging.basicConfig(level=raw.log_level.upper(), format=shown, datefmt="%Y-%m-%d %H:%M:%S", force=True)
     return resolve(AdaptiveServerArgs.from_cli_args(raw))
 
 

@@ -32,11 +32,12 @@ TOUCH_WEIGHTS = (
 """Classes, and methods that read or write parameters outside a step."""
 
 _EMPTY = (None, False)
-REFUSED_GRAPHS = (
+REFUSED = (
+    ("torchao_config", (*_EMPTY, ""), "give an unquantised model"),
     ("enforce_piecewise_cuda_graph", _EMPTY, "leave it out: these graphs know nothing of the waits for layers"),
     ("enable_breakable_cuda_graph", _EMPTY, "leave it out: these graphs know nothing of the waits for layers"),
 )
-"""Arguments with the values that are allowed, and what to do otherwise."""
+"""Arguments that other versions lack, with the values that are allowed, and what to do otherwise."""
 
 
 def hook_arguments(refuse: Callable[[Any], None], error: type[Exception]) -> None:

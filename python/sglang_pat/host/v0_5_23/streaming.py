@@ -39,11 +39,11 @@ TOUCH_WEIGHTS = (
 )  # fmt: skip
 """Classes, and methods that read or write parameters outside a step."""
 
-REFUSED_GRAPHS = (
+REFUSED = (
     ("cuda_graph_backend_decode", (None, "full", "disabled"), "these graphs know nothing of the waits for layers"),
     ("debug_cuda_graph", (False,), "leave it out: these graphs know nothing of the waits for layers"),
 )
-"""Arguments with the values that are allowed, and what to do otherwise."""
+"""Arguments that other versions lack, with the values that are allowed, and what to do otherwise."""
 
 
 def hook_arguments(refuse: Callable[[Any], None], error: type[Exception]) -> None:
