@@ -22,7 +22,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def run_code(prefork, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs code, with these arguments, as a program of its own that has imported SGLang already."""
+    """A function that runs code as a program of its own that has imported SGLang already."""
 
     def run_program(code: str, *argv: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         (tmp_path / "program.py").write_text(code)

@@ -269,7 +269,7 @@ def classify_fields() -> dict[str, tuple[str, str]]:
 
 
 def page() -> str:
-    """docs/flags.md."""
+    """The page docs/flags.md, whole."""
     tables = {folder: import_module(f"sglang_pat.host.{folder}.refusals") for folder in sorted({*ADAPTERS.values()})}
     versions = {folder: " and ".join(v for v, f in ADAPTERS.items() if f == folder) for folder in tables}
     only = [

@@ -36,7 +36,7 @@ def pretend(monkeypatch, **answers: Any) -> None:
 
 
 def pretend_h100s(monkeypatch, megabytes: int = 81559) -> None:
-    """H100s, or GPUs as new with other memory."""
+    """Have SGLang see H100s, or GPUs as new with other memory."""
     answers = dict.fromkeys(YES.split(), True) | dict.fromkeys(NO.split(), False)
     answers |= {"get_device": "cuda", "get_device_sm": 90, "get_device_name": "NVIDIA H100 80GB HBM3"}
     pretend(monkeypatch, **answers, get_device_memory_capacity=megabytes)

@@ -31,7 +31,7 @@ class Rank:
     """Takes what the server sends, in order.  A request decodes, or waits for the end of a pause.
 
     Attributes:
-        aborted: of the requests that it has.
+        aborted: ids of those requests that end with the next step.
     """
 
     def __init__(self, manager: Manager) -> None:
@@ -43,11 +43,11 @@ class Rank:
         self.released: set[str] = set()
         self.in_session = False
         self.heard = 0
-        """What the server has heard of it."""
+        """The number of messages that the server has had from this rank."""
         self.news = asyncio.Event()
 
     def tell(self) -> None:
-        """The server has heard something."""
+        """Count a message to the server, and wake who waits for one."""
         self.heard, before, self.news = self.heard + 1, self.news, asyncio.Event()
         before.set()
 
@@ -119,7 +119,7 @@ class Rank:
                 self.tell()
 
     async def step(self, ends: int) -> None:
-        """A token of each request; this one of them ends, and the aborted ones."""
+        """Make a token of each request; this one of them ends, and the aborted ones."""
         if self.paused or not self.running:
             return
         ends %= len(self.running)

@@ -43,8 +43,7 @@ class World:
     """Clients, trainers and the rank.
 
     Attributes:
-        calls: in the order in which they came.
-        mode: of the pause that is in force for the server's clients; None outside.
+        calls: all calls, in the order in which they came.
     """
 
     def __init__(self, monkeypatch: Any) -> None:
@@ -58,14 +57,14 @@ class World:
     # -- what comes -------------------------------------------------------------------------------
 
     def generate(self, shape: str) -> None:
-        """``shape``: ``one``, ``stream``, ``batch`` or ``n``."""
+        """Ask for an answer; ``shape`` is ``one``, ``stream``, ``batch`` or ``n``."""
         name = f"c{len(self.calls)}"
         rid: Any = [f"{name}-{i}" for i in range(2)] if shape == "batch" else name
         n = 2 if shape == "n" else 1
         self._calls("generate", name, self.manager.ask(rid, stream=shape == "stream", n=n))
 
     def abort(self, which: int) -> None:
-        """One call by its id, or the first part of a batch."""
+        """Abort one call by its id, or the first part of a batch."""
         calls = [call for call in self.calls if call.kind == "generate" and call.open]
         if calls:
             call = calls[which % len(calls)]
@@ -120,7 +119,7 @@ class World:
         self._calls("probe", rid, self._probe(rid))
 
     async def _probe(self, rid: str) -> None:
-        """What SGLang's route does."""
+        """Do what SGLang's route for health checks does."""
         heard, asking = self.rank.heard, self.manager.ask(rid)
         while self.rank.heard == heard:
             await self.rank.news.wait()
@@ -131,18 +130,18 @@ class World:
         self.calls.append(Call(kind, name, answer))
 
     def _of(self, call: Call, rids: list[str]) -> bool:
-        """Whether any of these is a part of it."""
+        """Whether any of these ids is a part of the call."""
         named = self.manager._pat_named.get(call.name, ())
         return any(rid == call.name or rid.startswith(f"{call.name}-") or rid in named for rid in rids)
 
     def _unsent(self, call: Call) -> bool:
-        """The server has it, and no rank has had any of it."""
+        """Whether the server has a call, and no rank has had any of it."""
         return self._of(call, list(self.manager.rid_to_state)) and not self._of(call, self.manager.requests)
 
     # -- what the ranks do ------------------------------------------------------------------------
 
     async def calm(self) -> None:
-        """All that was sent is handled; no step is made."""
+        """Have all that was sent handled; no step is made."""
         await settle()
         while self.rank.take():
             await settle()
@@ -150,7 +149,10 @@ class World:
     # -- what must hold, once it is calm ------------------------------------------------------------
 
     def check(self) -> None:
-        """Whatever is not answered waits for a step of a rank, or for a client; nobody for one who waits for him."""
+        """Check that whatever is not answered waits for a step of a rank, or for a client.
+
+        Nobody may wait for one who waits for him.
+        """
         aborting = [call for call in self.calls if call.kind == "pause" and call.open]
         for call in self.calls:
             if not call.open and not call.answer.cancelled():
@@ -169,13 +171,13 @@ class World:
         assert self.updated == updates, "updates are answered in the order in which they came"
 
     def check_aborted(self, call: Call) -> None:
-        """Answered as aborted, without a token, and never sent."""
+        """Check that a call was answered as aborted, without a token."""
         (answer,) = call.answer.result()
         for part in answer if isinstance(answer, list) else [answer]:
             assert part["meta_info"]["finish_reason"]["type"] == "abort" and not part["output_ids"]
 
     def waits_rightly(self, call: Call, aborting: list[Call]) -> bool:
-        """Whether the table says that it waits."""
+        """Whether the table says that a call waits."""
         manager, rank = self.manager, self.rank
         if call.kind == "generate":
             return bool(manager.is_pause or rank.released or manager._pat_updates or self._of(call, rank.requests))
@@ -195,7 +197,7 @@ class World:
     # -- the end ----------------------------------------------------------------------------------
 
     async def end(self) -> None:
-        """Generation goes on, memory is there: everything has its answer."""
+        """Let generation go on and resume memory, until everything has its answer."""
         await self.calm()
         for _ in range(200):
             if not any(call.open for call in self.calls) and not self.rank.requests:

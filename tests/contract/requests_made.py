@@ -12,7 +12,7 @@ def ask(**fields):
 
 
 def make_message(kind: type, **fields) -> Any:
-    """A message of SGLang's, with None for all that must be given and is not."""
+    """Make a message of SGLang's, with None for all that must be given and is not."""
     from sglang_pat.host import adapter
 
     return kind(**dict.fromkeys(name for name, required in adapter.controls.list_fields(kind) if required) | fields)

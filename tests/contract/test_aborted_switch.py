@@ -31,8 +31,9 @@ def test_a_switch_goes_through_its_states_in_order_and_is_aborted_before_commit_
 @pytest.mark.parametrize("paused", [True, False])
 @pytest.mark.parametrize("in_parts", [True, False])
 def test_what_is_computed_anew(monkeypatch, state, paused, in_parts):
-    """What the exchange may have overwritten; and in a client's pause a prompt of which a part is computed.
+    """Ranks compute anew what the exchange may have overwritten.
 
+    In a client's pause they also compute anew a prompt of which a part is computed:
     SGLang's ``pause_generation("retract")`` forgets such a prompt where other requests run.
     """
     from sglang_pat.switch import executor, requests
@@ -59,7 +60,7 @@ def test_what_is_computed_anew(monkeypatch, state, paused, in_parts):
 )
 @pytest.mark.parametrize("ends", ["computed", "paused"])
 def test_a_switch_waits_for_a_prompt_whose_pieces_it_would_throw_away(monkeypatch, kv, disable, waits, ends):
-    """Else one that comes again and again keeps the prompt from its end."""
+    """Switches that come again and again would otherwise keep the prompt from its end."""
     from sglang_pat.messages import Prepare
     from sglang_pat.switch import executor, requests
     from sglang_pat.switch import kv as exchange

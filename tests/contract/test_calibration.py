@@ -35,7 +35,7 @@ class Manager:
         self.did, self.made_up, self.injected = [], [], []
         self.busy = 0
         self.decodes: asyncio.Event | None = None
-        """Of a machine so slow that only an abort ends it."""
+        """An event on a machine so slow that only an abort ends the request; None on any other."""
 
     def pat_send_calibration_turn(self, over: bool = False) -> None:
         self.did.append("over" if over else "turn")

@@ -75,7 +75,7 @@ def test_a_log_begins_once_and_not_after_a_schedule():
 
 
 def test_a_schedule_for_another_policy_is_refused_before_it_goes_out():
-    """Else the counts of a log would begin anew."""
+    """The counts of a log would begin anew if it went out."""
     from sglang_pat.server.tokenizer import ReconfigureError
 
     manager = Scheduling(False, "manual")
@@ -86,7 +86,7 @@ def test_a_schedule_for_another_policy_is_refused_before_it_goes_out():
 
 
 def test_siblings_of_long_prompts_are_known_before_a_rank_has_them():
-    """By the number that load reports give; also of a response that goes on."""
+    """Both sides compute the number that load reports give, also for a response that goes on."""
     from sglang_pat.coordinator.process import classify
     from sglang_pat.policies.prompts import LONG_PROMPT
     from sglang_pat.rank.load_reports import register

@@ -75,7 +75,7 @@ def test_an_expert_is_taken_by_its_own_name(checkpoint):
 
 
 def test_a_layer_may_be_wider_than_the_checkpoint():
-    """As SGLang makes some on a CPU, and then it fills them up."""
+    """SGLang makes some layers wider on a CPU, and fills them up."""
     expected = ExpectedWeights(Changing(), lambda: {"linear.weight": (3, 4)})
     for rows, fits in ((4, True), (5, True), (6, False)):
         assert (expected.find_problem([("linear.weight", (3, rows))]) is None) == fits
@@ -95,7 +95,7 @@ class Changing(torch.nn.Module):
 
 
 def test_a_model_may_change_a_tensor_first():
-    """Then it does not say in one call which one it was, and each is looked at by itself."""
+    """One call does not say then which tensor it was: each is looked at by itself."""
     expected = ExpectedWeights(Changing())
     assert expected.find_problem([("linear.weight", (3, 5))]) is None
     assert "has the shape" in (expected.find_problem([("linear.weight", (3, 6))]) or "")

@@ -61,7 +61,7 @@ def test_experts_on_views_multiply_as_sglangs(checkpoint, tokens):
 
 
 def test_all_numbers_of_tokens_are_compiled(mixtral, monkeypatch):
-    """On a GPU.  What the kernel gives: test_experts_kernel.py."""
+    """A GPU compiles them.  test_experts_kernel.py tests what the kernel gives."""
     from sglang_pat.host.experts import PiecewiseExperts
     from sglang_pat.rank.weights import Views
 

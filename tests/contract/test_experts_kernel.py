@@ -55,7 +55,7 @@ CASES = (
 
 
 def make_weights(case: Case) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Gate, up; and ``w2``: views of the base's."""
+    """Make the weights of gate and up, and ``w2``: views of the base's."""
     w13 = torch.randn(case.experts, 2 * case.rows, case.hidden).mul_(0.1).to(case.dtype)
     w2 = torch.randn(case.experts, case.hidden, case.rows).mul_(0.1).to(case.dtype)
     size = case.rows // case.tp
@@ -64,7 +64,10 @@ def make_weights(case: Case) -> tuple[list[torch.Tensor], torch.Tensor]:
 
 
 def align(topk_ids: torch.Tensor, block: int, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As SGLang's ``moe_align_block_size``, a CUDA kernel; what that leaves unwritten is something here."""
+    """Do what SGLang's CUDA kernel ``moe_align_block_size`` does.
+
+    What that kernel leaves unwritten has values here.
+    """
     flat = topk_ids.flatten()
     most = len(flat) * block if len(flat) < experts + 1 else len(flat) + (experts + 1) * (block - 1)
     tokens, blocks = [], []
@@ -93,7 +96,7 @@ def give_arguments(write) -> None:
 
 
 def prepare_sglang() -> None:
-    """SGLang's sequence of kernels as on a GPU, with stand-ins for those that are not Triton's."""
+    """Have SGLang run its kernels as on a GPU, with stand-ins for those that are not Triton's."""
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
     give_arguments(lambda module, **values: vars(module).update(values))
@@ -111,7 +114,7 @@ def prepare_sglang() -> None:
 
 
 def teach_interpreter_bfloat16() -> None:
-    """Triton's multiplies the bits of bfloat16 as integers."""
+    """Have Triton's interpreter multiply bfloat16 as numbers, not its bits as integers."""
     from triton.language import bfloat16, float32
     from triton.runtime.interpreter import InterpreterBuilder
 
@@ -124,7 +127,7 @@ def teach_interpreter_bfloat16() -> None:
 
 
 def check(case: Case) -> None:
-    """In a process with ``TRITON_INTERPRET=1``."""
+    """Compare the kernels with copies, in a process with ``TRITON_INTERPRET=1``."""
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe, override_config
 
     from sglang_pat.host.experts import UNQUANTISED, PiecewiseExperts
@@ -170,7 +173,7 @@ def check(case: Case) -> None:
 
 
 def check_acceptance() -> None:
-    """Its step passes; and fails if a kernel is wrong."""
+    """The acceptance's step passes, and fails if a kernel is wrong."""
     from sglang.srt.layers.moe.moe_runner.triton_utils import override_config
 
     from sglang_pat.acceptance import experts as step
@@ -202,7 +205,7 @@ def test_interpreted_they_give_what_copies_give():
 
 @pytest.mark.parametrize("tp, tuned", [(2, True), (4, True), (8, False)])
 def test_blocks_are_those_that_sglang_takes_for_copies(tp, tuned, monkeypatch):
-    """By SGLang's files for an H100, of which there is none for 96 rows."""
+    """SGLang takes them from its files for an H100, which has none for 96 rows."""
     pytest.importorskip("triton")
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe, fused_moe_triton_config
 
@@ -287,7 +290,7 @@ POINTERS = {
 
 
 def compile_for_h100(kernel, blocks: tuple[int, int, int, int, int, int], kind: str = "bf16"):
-    """With arguments as for 128 experts of 2,048, at most whole multiples of 16."""
+    """Compile a kernel for 128 experts of 2,048; most arguments are multiples of 16."""
     import triton
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
@@ -326,7 +329,7 @@ def test_it_compiles_to_what_sglangs_kernel_is(blocks, monkeypatch, tmp_path):
     ours, stock = (compile_for_h100(kernel, blocks) for kernel in (_multiply, fused_moe_kernel))
 
     def count(built) -> dict[str, int]:
-        """Instructions that load, and that multiply."""
+        """Count the instructions that load, and those that multiply."""
         kinds = re.findall(r"^\s*(?:@%p\d+ )?((?:cp\.async|ld\.global|mma|wgmma\.mma)\S*)", built.asm["ptx"], re.M)
         return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
@@ -336,7 +339,7 @@ def test_it_compiles_to_what_sglangs_kernel_is(blocks, monkeypatch, tmp_path):
 
 
 def test_in_float32_it_multiplies_without_tf32(monkeypatch, tmp_path):
-    """With what a rank in float32 sets (host/fixes/float32.py)."""
+    """A rank in float32 sets this variable (host/fixes/float32.py)."""
     pytest.importorskip("triton")
     from sglang_pat.host.experts_triton import _multiply
 

@@ -35,7 +35,7 @@ def test_every_flag_is_classified():
 
 @pytest.mark.parametrize("test", tables.WORKING)
 def test_what_works_is_used_by_the_test_named(test):
-    """Among the words of its code, or of what starts its servers; comments and docstrings do not count."""
+    """Words of its code, or of what starts its servers, name the flag; comments do not count."""
     shared = ("tests/engine/conftest.py", "python/sglang_pat/testing/server.py")
     words = {word for name in (test, *shared) for word in _words(ROOT / name)}
     unused = [name for name in tables.WORKING[test].split() if not {_option(name), name} & words]
@@ -76,7 +76,7 @@ def test_defaults_are_accepted(model):
 
 
 def test_what_sglang_chooses_is_refused_too(model, monkeypatch):
-    """As on Blackwell, where it chooses an attention backend with pages of 64 tokens."""
+    """SGLang chooses an attention backend with pages of 64 tokens on Blackwell."""
     if adapter.FOLDER == "v0_5_12":
         monkeypatch.setattr(ServerArgs, "_handle_page_size", lambda self: setattr(self, "page_size", 64))
     else:

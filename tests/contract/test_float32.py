@@ -56,7 +56,7 @@ def test_otherwise_they_are_sglangs(monkeypatch, args):
 
 
 def multiply_by_experts(x, weight, _, out, *rest, compute_type, **__):
-    """In the place of SGLang's kernel: ``x`` times the weights of each token's experts, as a ``compute_type``."""
+    """Multiply ``x`` by the weights of each token's experts, in the place of SGLang's kernel."""
     chosen_weights, chosen, *_ = rest[3:]
     weigh, repeats = rest[8:10]
     rows = x.repeat_interleave(repeats, 0)[:, None] @ weight[chosen.flatten()].mT
@@ -97,7 +97,7 @@ def test_experts_are_not_rounded(monkeypatch, mended):
 
 
 def test_triton_multiplies_without_tf32(monkeypatch, tmp_path):
-    """Compiled for an H100, which need not be here: as Triton does it by default, and as a rank has it do it."""
+    """Triton compiles for an H100, which need not be here, by default and as a rank has it do."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.contract
 
 
 class Admits(Exception):
-    """SGLang looks at the queue."""
+    """An error to tell that SGLang looks at the queue."""
 
 
 def request(ended: bool) -> SimpleNamespace:
@@ -43,7 +43,7 @@ def request(ended: bool) -> SimpleNamespace:
 
 
 class Rank(AdaptiveScheduler):
-    """One whose two running requests have all ended in the last step: no other had room beside them."""
+    """A rank whose two running requests ended in the last step: no other had room beside them."""
 
     is_leader = True
 
@@ -151,7 +151,7 @@ def test_a_replica_admits_requests_after_all_have_ended_at_once(overlap, prefill
 
 
 def test_a_flush_in_a_pause_reports_those_that_wait():
-    """Also those that wait for their grammar, which nothing polls in a pause."""
+    """Requests that wait for their grammar, which nothing polls in a pause, are reported too."""
     rank = Rank()
     rank._engine_paused, rank.waiting_queue = True, [request(False)]
     rank.grammar_manager.grammar_queue = compiling = [request(False)]
@@ -209,7 +209,7 @@ def get_updater(rank):
 
 @pytest.mark.parametrize("others", [False, True])
 def test_memory_is_released_on_all_ranks_or_on_none(others, monkeypatch, caplog):
-    """``others``: whether they are idle; this rank is."""
+    """``others`` says whether the other ranks are idle; this rank is."""
     rank, released = Rank(), []
     groups, runner = SimpleNamespace(world="all ranks"), SimpleNamespace(gpu_id=3)
     rank.layouts = SimpleNamespace(device="cuda", groups=groups, runner=runner)
@@ -237,7 +237,10 @@ def test_memory_is_released_on_all_ranks_or_on_none(others, monkeypatch, caplog)
 
 
 def test_an_abort_means_one_id():
-    """Of requests that run, wait, are prefilled in pieces, or wait for grammars; SGLang takes all that begin so."""
+    """SGLang aborts every request whose id begins so; we abort the one that is named.
+
+    The requests run, wait, are prefilled in pieces, or wait for grammars.
+    """
     rank = Rank()
     reqs = {rid: request(False) for rid in ("job-1", "job-10", "job-11", "job-12", "job-13", "other")}
     for rid, req in reqs.items():

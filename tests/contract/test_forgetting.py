@@ -35,7 +35,7 @@ def play(monkeypatch):
 
 
 async def wait_for_end(answer: asyncio.Future) -> BaseException | None:
-    """How it ended."""
+    """Wait for an answer; returns the error that it ended with, None without one."""
     (how,) = await asyncio.gather(answer, return_exceptions=True)
     return how if isinstance(how, BaseException) else None
 
@@ -132,7 +132,7 @@ def test_a_fault_of_the_server_is_no_malformed_request(play, n):
 
 
 def test_all_that_runs_is_ended(play):
-    """Its clients, if there are any, get what there is."""
+    """Clients that are still there get the tokens that there are."""
 
     async def scene(manager):
         answers = [manager.ask(rid) for rid in "ab"]

@@ -21,7 +21,7 @@ MADE_UP = "sglang_pat.made_up"
 
 @pytest.fixture(scope="module")
 def overrides() -> dict[str, guard.Override]:
-    """All of the package, by class and name."""
+    """All overrides of the package, by class and name."""
     for module in pkgutil.walk_packages(sglang_pat.__path__, "sglang_pat."):
         name, version = module.name, module.name.removeprefix("sglang_pat.host.").partition(".")[0]
         if version in {*ADAPTERS.values()} - {adapter.FOLDER}:
@@ -84,7 +84,7 @@ class Changed(Stock):
 
 @pytest.fixture
 def check(monkeypatch):
-    """The check at start, of these classes only."""
+    """A function that runs the check at start for these classes only."""
 
     def check(*kinds: type) -> None:
         module = ModuleType(MADE_UP)

@@ -14,7 +14,7 @@ COMMANDS = (
     "sglang_pat.launch_server", "sglang_pat.preflight", "sglang_pat.acceptance", "sglang_pat.demo",
     "sglang_pat.integrations.openrlhf", "profiler.sweep", "examples.grpo", "studies.compare",
 )  # fmt: skip
-"""That README or the quickstart names."""
+"""Commands that README or the quickstart names."""
 
 
 def run(*argv: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -120,7 +120,7 @@ JUNK = (b"", b"\x80\x05junk", pickle.dumps(messages.StatusQuery)[:-9], b"cnowher
 
 
 def test_outputs_that_cannot_be_read_are_dropped():
-    """In the detokenizer, and in the server."""
+    """The detokenizer and the server drop them alike."""
     from sglang_pat.switch.order import NumberedOutput, OrderedReceiver
 
     frames = (JUNK[0], pickle.dumps(NumberedOutput(0, 1, None, "first")), *JUNK[1:], pickle.dumps("second"))
@@ -285,7 +285,10 @@ def test_a_request_that_cannot_be_handled_is_answered_and_a_step_of_a_switch_is_
 
 
 def test_every_control_request_has_an_answer_for_failure():
-    """Without one its client waits for ever, and so does every switch; what leaders answer must also merge."""
+    """A client without an answer waits for ever, and so does every switch.
+
+    What leaders answer must also merge.
+    """
     from sglang_pat.coordinator.process import classify
     from sglang_pat.host.controls import CONTROLS, get_error, make_error_reply
 

@@ -41,7 +41,7 @@ class World:
         self.free = KEPT - layers * self.streamed.layer_bytes
 
     def turn(self, busy: bool, times: int = 1) -> int:
-        """Turns of the loop; returns how many layers are streamed then."""
+        """Turn the loop so many times; returns how many layers are streamed then."""
         for _ in range(times):
             self.follower.turn(busy)
         return self.streamed.count
@@ -53,7 +53,7 @@ def world(monkeypatch):
 
 
 ALL_ROOM = KEPT // (64 * 64 * 4)
-"""Layers in it."""
+"""The number of layers that fit into the memory that is kept."""
 
 
 def test_an_idle_judge_looks_in_each_turn(world, caplog):
@@ -89,7 +89,7 @@ def test_times_without_a_batch_are_not_steps(world):
 
 
 def test_a_capture_writes_no_kv_but_in_the_slot_for_padding(world):
-    """Its buffers have the slots of the last step in them, which are still in use."""
+    """The buffers of the capture have the last step's slots in them, which are still in use."""
     judge = world(3)
     names = ("input_ids", "positions", "req_pool_indices", "out_cache_loc", "seq_lens", "seq_lens_cpu")
     judge.graphs.buffers = SimpleNamespace(**{name: torch.full((4,), 9) for name in names})
@@ -101,7 +101,7 @@ def test_a_capture_writes_no_kv_but_in_the_slot_for_padding(world):
 
 
 def test_ranks_stream_as_many_as_the_one_that_has_to_stream_most(world, monkeypatch):
-    """Another one wants five; then it has no room, and stays with six."""
+    """Another rank wants five layers first; then it has no room, and stays with six."""
     judge = world(3)
     judge.follower._group = "both ranks"
     others = iter([5, 6])

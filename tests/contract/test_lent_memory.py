@@ -41,7 +41,7 @@ def make(device: str = "cpu", enabled: bool = True) -> tuple[Any, Any, Saver]:
 
 
 BYTES = 4 * (15 + 5) + 8 * 4 + 2 * 4 * 64
-"""Weights, the buffer of integers, K and V."""
+"""The size of weights, the buffer of integers, K and V."""
 
 
 def test_weights_come_back_and_nothing_is_done_twice():

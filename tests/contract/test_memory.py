@@ -49,7 +49,7 @@ def test_defaults_and_reserve_are_sglangs(gigabytes, tp, model, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "opt", "gpt_bigcode", "gptj"])
 def test_weights_are_those_of_the_model(kind, tmp_path):
-    """But for biases, norms and the table of positions, which weigh next to nothing in a real model."""
+    """Biases, norms and positions, which weigh next to nothing in a real model, do not count."""
     from sglang_pat.host.arguments import read_model_shape
 
     ours = kind in models.ARCHITECTURES
@@ -65,7 +65,7 @@ def test_weights_are_those_of_the_model(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_weights_are_those_of_a_mixture(kind, tmp_path):
-    """Of each degree, the experts of all layers and their routers."""
+    """The plan counts the experts of all layers and their routers at each degree."""
     from sglang_pat.host.arguments import read_model_shape
 
     sizes = dict(layers=2, vocab=512, kv_heads=4, experts=16, expert_width=48)
@@ -95,7 +95,7 @@ if not OLD:
 """Files of SGLang without a layer for gate and up together, whose models have an MLP of another file, or are mixtures
 of experts, hybrids, drafters, see images, have latent attention, or are transformers' own."""
 FILES = {"gpt_j": "gptj"}
-"""Named otherwise than their ``model_type``."""
+"""Files of SGLang that are named otherwise than their ``model_type`` -> that type."""
 
 
 def test_kinds_without_a_gate_are_all_that_sglang_has():

@@ -23,7 +23,7 @@ from .machines import pretend, pretend_h100s
 pytestmark = pytest.mark.contract
 
 USED = [3 * GIB, 7 * GIB]
-"""Bytes, by GPU."""
+"""Bytes that others use, by GPU."""
 
 
 @pytest.fixture
@@ -42,12 +42,12 @@ def h100s(monkeypatch):
 
 
 def make_plain_arguments(model, **fields):
-    """Stock SGLang's."""
+    """Make stock SGLang's arguments."""
     return adapter.arguments.resolve(sglang_arguments.ServerArgs(model_path=str(model), **fields))
 
 
 def make_arguments(model, *flags: str, policy=launch.MANUAL):
-    """The arguments of an engine of two ranks."""
+    """Make the arguments of an engine of two ranks."""
     return launch.make_server_args(str(model), ["--tp", "1", "--dp", "2", *flags], policy)
 
 
@@ -127,7 +127,10 @@ def test_a_profile_is_of_one_kind_of_gpu(h100s, model, monkeypatch):
     ids=["compiles", "does not compile"],
 )
 def test_a_kernel_that_sglang_cannot_compile_is_found_before_an_engine_starts(h100s, monkeypatch, said, line):
-    """As ``activation.cuh`` with g++ 12 (SGLang's issue 25487): every engine would end in its first step."""
+    """g++ 12 cannot compile ``activation.cuh`` (SGLang's issue 25487).
+
+    Every engine would end in its first step.
+    """
 
     def silu_and_mul(tensor):
         if said:

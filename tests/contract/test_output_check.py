@@ -133,7 +133,10 @@ def test_dummy_weights_are_the_same_afterwards(dtype):
 
 
 def test_placeholders_keep_their_first_value():
-    """By which SGLang's Transformers backend knows what kind of norm it has; also what torch's own layers set."""
+    """SGLang's Transformers backend knows by it what kind of norm it has.
+
+    What torch's own layers set is kept, too.
+    """
     from sglang_pat.host.layers import _skip_allocation
 
     class Norm(torch.nn.Module):
@@ -153,7 +156,10 @@ def test_placeholders_keep_their_first_value():
 
 @pytest.mark.parametrize("kind", ["smollm3", "helium"])
 def test_norms_of_the_transformers_backend(tmp_path, kind):
-    """They multiply by their weight, and were often taken for those that multiply by 1 more."""
+    """Norms of it multiply by their weight.
+
+    SGLang often took them for those that multiply by 1 more.
+    """
     from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 
     from sglang_pat.testing import models

@@ -23,7 +23,7 @@ PROMPT = [5, 6, 7, 8]
 
 
 def request(rid: str, output: list[int], place: int | None = None) -> SimpleNamespace:
-    """``place``: its line in the request table; None for one that waits."""
+    """Make a request; ``place`` is its line in the request table, None if it waits."""
     held = len(PROMPT) + len(output) - 1
     made = SimpleNamespace(
         rid=rid, origin_input_ids=PROMPT, output_ids=output, extra_key=None, req_pool_idx=place, kv_committed_len=held,
@@ -45,7 +45,7 @@ def scheduler(decoding: list, waiting: list, tree: RadixCache, paused: bool = Fa
 
 
 def leave(tree: RadixCache, req: SimpleNamespace, slots: list[int]) -> None:
-    """As a switch does with one that it parks."""
+    """Leave the KV of a request in the tree, as a switch does with one that it parks."""
     key = adapter.tree.make_key(req, (req.origin_input_ids + req.output_ids)[:-1])
     tree.insert(InsertParams(key=key, value=torch.tensor(slots)))
 
@@ -80,7 +80,7 @@ def test_who_has_lost_some_of_its_kv_brings_the_rest():
 
 
 def begun(rid: str, place: int | None = None) -> SimpleNamespace:
-    """Two of its prompt's tokens are computed."""
+    """Make a request of whose prompt two tokens are computed."""
     req = request(rid, [], place)
     req.extend_batch_idx, req.kv_committed_len = 1, 2
     return req
@@ -88,7 +88,10 @@ def begun(rid: str, place: int | None = None) -> SimpleNamespace:
 
 @pytest.mark.parametrize("paused", [False, True])
 def test_prompts_in_pieces_bring_what_is_computed(paused):
-    """The one that is being computed, and those that an earlier switch has brought; last, as they do not decode."""
+    """The prompt that is being computed brings its KV, as do those that an earlier switch brought.
+
+    They come last, as they do not decode.
+    """
     tree = RadixCache.create_simulated()
     fresh, waits, now = request("fresh", []), begun("waits"), begun("now", place=1)
     tree.insert(InsertParams(key=adapter.tree.make_key(waits, PROMPT[:2]), value=torch.tensor([31, 32])))

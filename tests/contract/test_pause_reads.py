@@ -42,7 +42,7 @@ WAITS = {
 COMPARISON = {
     ("rank/layouts.py", "reshard"): "the end of it, --pat-weights reshard",
 }
-"""In PAT's way, which is there to be compared with."""
+"""Places that wait in PAT's way, which is there to be compared with."""
 LENT = {
     ("rank/lending.py", "release"): "after the pause, of a rank that is lent",
     ("rank/lending.py", "resume"): "before it, of a rank that is lent still",

@@ -22,7 +22,7 @@ TURN = "recv_requests" if OLD else "ingest_requests"
 
 @pytest.fixture
 def scheduler(monkeypatch) -> AdaptiveScheduler:
-    """One with a batch, whose loop turns by hand."""
+    """A scheduler with a batch, whose loop turns by hand."""
     monkeypatch.setattr(stock.Scheduler, TURN, lambda self, *_: [])
     monkeypatch.setattr(AdaptiveScheduler, "is_leader", False)
     made = AdaptiveScheduler.__new__(AdaptiveScheduler)
@@ -68,7 +68,7 @@ def test_both_watchdogs_count_so(scheduler, monkeypatch):
 
 
 class Batch:
-    """As much of a batch as the loop keeps of it."""
+    """The part of a batch that the loop keeps."""
 
     def __init__(self, *ended: bool) -> None:
         self.reqs = [

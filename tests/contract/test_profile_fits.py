@@ -70,7 +70,10 @@ def check(args) -> None:
 
 
 def test_fits_and_means_survival(model, profile, tmp_path):
-    """Also where the pool differs: it bounded what was measured, and a GPU's differs from start to start."""
+    """A profile fits where the pool differs, too.
+
+    The pool bounded what was measured, and a GPU's differs from start to start.
+    """
     args = arguments(model, pat_profile=str(profile), pat_log=str(tmp_path / "log"), max_total_tokens=12345)
     check(args)
     assert args.read_config().policy == "survival"

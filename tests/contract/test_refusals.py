@@ -101,12 +101,12 @@ def test_mixtures_that_are_refused(tmp_path, changes, why):
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe"])
 def test_sglang_builds_all_layers_of_a_mixture_with_experts(kind):
-    """Why dense ones are refused; once it does not, they can be let in."""
+    """Dense layers are refused for this reason; once SGLang does not, they can be let in."""
     assert "mlp_only_layers" not in Path(sglang_models.__path__[0], f"{kind}.py").read_text()
 
 
 def test_experts_are_narrow(tmp_path):
-    """It is their width that a degree must divide."""
+    """The width of an expert is what a degree must divide."""
     folder = write_mixture_config(tmp_path, "qwen3_moe", moe_intermediate_size=100)
     assert arguments(folder, dp_size=8, skip_tokenizer_init=True, pat_policy="manual").pat_candidates == "1,2,4"
     with pytest.raises(ValueError, match="tp=8 does not divide the model's intermediate size 100"):
@@ -126,7 +126,7 @@ OTHER_NAMES = {
 
 @pytest.mark.parametrize("architecture", OTHER_NAMES)
 def test_sizes_may_have_other_names(tmp_path, architecture):
-    """As a shape, the model has the sizes that SGLang reads."""
+    """The shape that we read of the model has the sizes that SGLang reads."""
     import transformers
     from sglang.srt import configs
     from sglang.srt.configs.model_config import ModelConfig
@@ -173,7 +173,7 @@ def test_accepted(model):
 
 
 def test_graphs_and_weights_that_move_exclude_each_other(model):
-    """On CUDA, where there are graphs; read here on arguments of a CPU."""
+    """Graphs are there on CUDA only; the arguments that are read here are those of a CPU."""
     from sglang_pat.host.arguments import refuse_graphs
 
     args = arguments(model, pat_weights="reshard")
@@ -186,7 +186,7 @@ def test_graphs_and_weights_that_move_exclude_each_other(model):
 
 
 def test_each_layout_has_its_graphs_and_prefill_has_none(model):
-    """What the ranks are told; SGLang's own choice of batch sizes for the base layout."""
+    """The ranks are told so; SGLang's own choice of batch sizes holds for the base layout."""
     from sglang_pat.host.arguments import format_gpu_lines, read_deployment
     from sglang_pat.launch.spec import resolve_spec
 

@@ -34,7 +34,7 @@ TOKENIZER = SimpleNamespace(eos_token_id=2)
 
 
 def test_parameters_are_sglangs():
-    """A new one would be refused."""
+    """A parameter that is new in SGLang would be refused."""
     from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
     theirs = {name: parameter.default for name, parameter in inspect.signature(SamplingParams).parameters.items()}
@@ -169,7 +169,10 @@ def test_requests_taken():
 
 @pytest.mark.parametrize("root", ["", "/api"])
 def test_health_checks_come_in_below_a_root_path(root):
-    """With ``--fastapi-root-path`` as well: a server whose health checks are turned away never becomes healthy."""
+    """``--fastapi-root-path`` sets the path.
+
+    A server whose health checks are turned away never becomes healthy.
+    """
     request = Request({"type": "http", "path": f"{root}/health", "root_path": root, "headers": []})
     assert validation.find_route(request) == "/health"
 
@@ -246,7 +249,7 @@ def test_length_limits_have_32_bits():
 
 
 def test_a_request_that_names_its_round_is_reported_under_that_name():
-    """And not to SGLang, which makes a cycle of references of each request with ``custom_params``."""
+    """SGLang does not get the name: it makes a cycle of references with ``custom_params``."""
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     from sglang_pat.coordinator.process import classify
@@ -268,7 +271,7 @@ def test_a_request_that_names_its_round_is_reported_under_that_name():
 
 
 def test_a_resumed_request_is_reported_as_its_response():
-    """In mode partial: the family is that of the prompt alone, the length that of the whole response."""
+    """The family is that of the prompt alone, the length that of the whole response."""
     from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 
     from sglang_pat.messages import Finished, Running
@@ -294,7 +297,7 @@ def test_a_resumed_request_is_reported_as_its_response():
 
 @pytest.mark.skipif(adapter.FOLDER == "v0_5_12", reason="SGLang 0.5.12 has no such parameters")
 def test_parameters_that_sglangs_routes_name_always():
-    """And those that a client has set are refused."""
+    """Values that the routes set by default pass; those that a client has set are refused."""
     given = {"n": 1, "watermark": None, "beam_width": 1, "ebnf_full_assistant": True}
     assert validation.check_sampling_params(given) == {"n": 1, "ebnf_full_assistant": True}
     for name, value in (("watermark", {"key": 1}), ("beam_width", 4)):

@@ -40,7 +40,7 @@ def test_symbol(symbol):
 
 
 def test_a_symbol_that_has_changed_is_named():
-    """One that is imported, and one that is read in the source."""
+    """The symbol is imported, or is read in the source."""
     missing = ["sglang.srt.layers.sampler:no_such_thing()", "~sglang.srt.no_such_module:f()"]
     missing.append("~sglang.srt.server_args:ServerArgs.no_such_method()")
     for line in missing:
@@ -117,7 +117,7 @@ def test_every_request_attribute_is_accounted_for():
 
 
 def test_reseeding_is_sglangs():
-    """The same numbers as from SGLang's function, and nothing that grows with the number of switches."""
+    """Our function gives the numbers of SGLang's, and nothing grows with the number of switches."""
     import random
 
     import numpy as np

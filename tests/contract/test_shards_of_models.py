@@ -44,7 +44,7 @@ def small(request, tmp_path_factory) -> Checkpoint:
 
 
 def find_pieces(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
-    """Of each parameter that lies in several: name in the whole model, pieces along its rows."""
+    """Parameters that lie in several pieces: name in the whole model -> pieces along its rows."""
     from sglang_pat.host.experts import PiecewiseExperts
     from sglang_pat.host.layers import PiecewiseLinear
 
@@ -136,7 +136,10 @@ def test_an_update_must_have_the_tensors_of_the_checkpoint(checkpoint, base_tp):
 
 
 def test_an_update_of_a_model_of_the_transformers_backend(tmp_path):
-    """It raises for a name that it does not know, and knows the checkpoint's with other prefixes, too."""
+    """The model raises for a name that it does not know.
+
+    It also knows the checkpoint's names with other prefixes.
+    """
     from sglang_pat.host.fixes.weight_updates import ExpectedWeights
 
     checkpoint = Checkpoint(models.make_random("smollm3", tmp_path / "smollm3", layers=1))
@@ -287,7 +290,10 @@ def test_a_loader_of_its_own_is_found(llama):
 
 
 def test_packed_weights_are_refused(llama):
-    """On a CPU with AMX SGLang packs base weights in place; a slice of packed bytes is none of the weights."""
+    """SGLang packs base weights in place on a CPU with AMX.
+
+    A slice of packed bytes is none of the weights.
+    """
     from sglang_pat.rank.shards import ShardError
     from sglang_pat.rank.weights import Views
 

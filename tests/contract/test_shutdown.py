@@ -15,7 +15,7 @@ pytestmark = pytest.mark.contract
 
 
 class Server:
-    """As uvicorn's."""
+    """A stand-in for uvicorn's server."""
 
     force_exit = False
 
@@ -80,7 +80,7 @@ def test_requests_are_aborted_and_the_server_goes_on(ending, number, stubborn):
 
 
 def test_signals_are_handled_while_another_thread_runs_the_loop(ending, monkeypatch):
-    """As in a rollout of an ``Engine``: SIGTERM aborts what runs, SIGQUIT ends everything."""
+    """A rollout of an ``Engine`` does so: SIGTERM aborts what runs, SIGQUIT ends everything."""
     quits: list[int] = []
     monkeypatch.setattr(
         ending.ShutdownSignalHandler, "running_phase_sigquit_handler", lambda _, *given: quits.append(given[0])
@@ -161,7 +161,10 @@ while True:
     "thread, failure, ignored", [("main", "child", True), ("another", "child", False), ("another", "signal", False)]
 )
 def test_the_end_of_a_child_ends_all_and_says_so(run_code, thread, failure, ignored):
-    """As in a script, and as in a Ray actor; a shell's ``command &`` ignores SIGQUIT for all of a job."""
+    """The main thread launches in a script, another one in a Ray actor.
+
+    A shell's ``command &`` ignores SIGQUIT for all of a job.
+    """
     before = f"import signal\nsignal.signal(signal.SIGQUIT, signal.{'SIG_IGN' if ignored else 'SIG_DFL'})\n"
     done = run_code(before + LAUNCHING, thread, failure)
     folder, *said = done.stdout.splitlines()

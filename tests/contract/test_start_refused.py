@@ -29,7 +29,7 @@ CODE = "import sys\nfrom sglang_pat.launch_server import main\nmain(sys.argv[1:]
 
 
 def check_refused(done: subprocess.CompletedProcess[str], lines: int = 20) -> str:
-    """The last line of stderr, of fewer than ``lines``."""
+    """Check that a start was refused in fewer than ``lines``; returns the last line of stderr."""
     assert done.returncode == 1, done.stderr
     assert len((done.stdout + done.stderr).splitlines()) < lines and "Traceback" not in done.stderr, done.stderr
     line = done.stderr.splitlines()[-1]
@@ -62,7 +62,7 @@ def test_no_temporary_folder(run_code, model):
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory) -> Path:
-    """SGLang's runs at tp 1 only, which a rank finds out once it has loaded it."""
+    """A model that SGLang runs at tp 1 only, which a rank finds out once it has loaded it."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_embd=64, n_layer=1, n_head=8, n_positions=64, vocab_size=503, bos_token_id=1, eos_token_id=2)
@@ -147,7 +147,7 @@ LINES = {
     [*((kind, ()) for kind in LINES), ("MergedWrongly", ("--load-format", "dummy", "--dtype", "bfloat16"))],
 )
 def test_a_layout_that_computes_something_else(run_code, model, tmp_path, kind, flags):
-    """Its shards are right.  Seen with SGLang's tiny dummy weights, too."""
+    """The layout's shards are right.  Its error is seen with SGLang's tiny dummy weights, too."""
     folder = shutil.copytree(model, tmp_path / "model")
     about = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(about | {"architectures": [kind]}))
@@ -185,7 +185,7 @@ if __name__ == "__main__":
 
 
 def test_a_program_goes_on_after_a_refusal_of_a_rank(run_code, gpt2):
-    """It has the same line as an exception."""
+    """The program gets the same line in an exception."""
     done = run_code(PROGRAM, gpt2)
     assert done.stdout.splitlines()[-2:] == [OF_A_RANK, "goes on"], done.stderr
     assert done.returncode == 0, done.stderr
@@ -218,14 +218,14 @@ print("goes on")
 
 
 def test_the_manager_that_a_failed_start_leaves_is_no_garbage(run_code):
-    """As garbage its ZMQ context waits for ever."""
+    """The ZMQ context of a manager waits for ever if it is garbage."""
     done = run_code(LEFT)
     assert done.stdout.endswith("goes on\n"), done.stderr
 
 
 @pytest.mark.parametrize("given, before", [(None, ["ours"]), (print, [])])
 def test_sglangs_handler_is_replaced_before_a_process_is_started(monkeypatch, given, before):
-    """It would kill this process, and leave its folder; a handler of the user's stays."""
+    """SGLang's handler would kill this process and leave its folder; a user's handler stays."""
     from sglang_pat.host import engine
     from sglang_pat.server.engine import AdaptiveEngine
 

@@ -1,4 +1,4 @@
-"""In steady state a switch makes nothing that could have been made at start (PAT section 4.3: pooled groups).
+"""A switch in steady state makes nothing that could have been made at start (PAT, section 4.3).
 
 Every server of the engine tests checks it (``tests/engine/conftest.CHECKS``); here, that the check can fail.
 """

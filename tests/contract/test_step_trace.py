@@ -33,7 +33,7 @@ def scheduler():
 
 
 def test_steps_in_the_order_of_their_launch(scheduler):
-    """With overlap a step is launched before the results of the one before it are in."""
+    """Overlap launches a step before the results of the one before it are in."""
     trace = StepTrace()
     launched = [
         batch(ForwardMode.EXTEND, 3, extend_num_tokens=96),
@@ -54,8 +54,11 @@ def test_steps_in_the_order_of_their_launch(scheduler):
 
 
 def test_after_a_rest_a_step_counts_from_its_launch(scheduler, monkeypatch):
-    """With overlap the loop finds nothing to run before the last step's results are in: that step took the time since
-    the one before it, of which its launch knows nothing; the next one follows nobody."""
+    """The loop finds nothing to run with overlap before the last step's results are in.
+
+    That step took the time since the one before it, of which its launch knows nothing.
+    The next step follows nobody.
+    """
     now = iter([1.0, 1.5, 2.0, 3.0, 9.0, 9.5])
     monkeypatch.setattr("time.monotonic", lambda: next(now))
     counted, trace = [], StepTrace()
@@ -74,7 +77,7 @@ def test_after_a_rest_a_step_counts_from_its_launch(scheduler, monkeypatch):
 
 
 def test_the_copy_that_comes_with_the_results_knows_less():
-    """Why the sums are taken at the launch; if this fails, they could be taken with the results."""
+    """The sums are taken at the launch for this reason; if it fails, the results would do."""
     copy = batch(ForwardMode.DECODE, 2, seq_lens_sum=70, extend_num_tokens=5).copy()
     assert copy.seq_lens_sum is None
     assert copy.extend_num_tokens == (None if adapter.FOLDER == "v0_5_12" else 5)

@@ -27,7 +27,7 @@ LAYERS = 7
 
 
 class Layer(torch.nn.Module):
-    """Of another size than the one before it, as no layers of a real model are."""
+    """A layer of another size than the one before it, as no layers of a real model are."""
 
     def __init__(self, number: int, streams: Streams) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def test_a_step_that_fails_leaves_nothing_behind(streams):
 
 
 def test_addresses_never_change(streams):
-    """A CUDA graph has them inside."""
+    """A CUDA graph has the addresses inside."""
     layers, streamed = build(5, streams)
     addresses = [p.data_ptr() for layer in layers for p in layer.parameters()]
     assert len(set(addresses)) == 2 * (LAYERS - 5) + 2 * PLACES
@@ -207,7 +207,7 @@ def test_sglang_has_all_arguments_that_are_refused():
 
 
 def read_engine(args, monkeypatch):
-    """As a rank reads the arguments of its engine."""
+    """Read the arguments of an engine as a rank does."""
     from sglang.srt import server_args
 
     if adapter.FOLDER == "v0_5_12":
@@ -223,7 +223,7 @@ def read_engine(args, monkeypatch):
 
 
 def count_streamed(model, monkeypatch, setting: str, free: float, **given) -> int:
-    """Layers that a rank streams with ``free`` GiB before its model is there."""
+    """Count the layers that a rank streams with ``free`` GiB before its model is there."""
     import sglang.srt.utils
     from sglang.srt.distributed import parallel_state
     from sglang.srt.server_args import ServerArgs

@@ -102,7 +102,10 @@ def test_what_was_not_named_is_compiled_once(backend):
 
 
 def test_nothing_is_compiled_for_one_that_was_aborted(backend):
-    """In the pause of a switch, where all would wait; maybe it was aborted because that takes for ever."""
+    """All would wait for it in the pause of a switch.
+
+    Maybe it was aborted because its grammar takes for ever to compile.
+    """
     grammars = CompiledGrammars(backend)
     with grammars.use_for_rebuild(None, compiling=False, given_up=True):
         assert backend.get_cached_or_future_value(KEY, False) == (None, True)
@@ -118,7 +121,10 @@ def test_a_request_that_was_here_keeps_its_grammar(backend):
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_one_that_waits_goes_on_waiting(backend, cached):
-    """On every rank of the new group, also where the grammar is there: SGLang's queues must be alike."""
+    """The request waits on every rank of the new group, also where the grammar is there.
+
+    SGLang's queues must be alike.
+    """
     grammars = CompiledGrammars(backend)
     if cached:
         backend.set_cache(KEY, backend._init_value_dispatch(KEY, False))
@@ -131,8 +137,7 @@ def test_one_that_waits_goes_on_waiting(backend, cached):
 
 
 def test_what_one_waits_for_is_compiled_once(backend):
-    """However often such requests come to a rank: else a grammar that takes longer than from switch to switch would
-    never be ready."""
+    """A grammar that takes longer than from switch to switch would otherwise never be ready."""
     grammars, waiting = CompiledGrammars(backend), []
     backend.gate.clear()
     for _ in range(4):
@@ -155,7 +160,7 @@ def test_what_a_rank_remembers_of_them_is_bounded(backend, monkeypatch):
 
 
 def test_one_that_waits_and_stays_on_its_rank_waits_for_the_same(backend):
-    """For what SGLang began to compile when the request came."""
+    """The request waits for what SGLang began to compile when it came."""
     grammars = CompiledGrammars(backend)
     backend.gate.clear()
     begun, _ = backend.get_cached_or_future_value(KEY, False)
@@ -203,7 +208,7 @@ def test_one_that_does_not_compile_says_so(backend):
 
 
 def test_a_replayed_grammar_is_where_sglang_has_it(backend, tokenizer):
-    """Also after an end of sequence that the request ignores: the same masks from then on."""
+    """The masks are the same also after an end of sequence that the request ignores."""
     end = tokenizer.eos_token_id
     tokens = [*tokenizer.encode("abc-", add_special_tokens=False), end]
     here, there = (backend._init_value_dispatch(KEY, False) for _ in range(2))

@@ -31,7 +31,7 @@ def checkpoint(folder) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def state(folder) -> dict[str, torch.Tensor]:
-    """As OpenRLHF sends it."""
+    """The state of the model as OpenRLHF sends it."""
     found = load_transformers().AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert found["model.layers.1.mlp.experts.gate_up_proj"].shape == (EXPERTS, 2 * WIDTH, HIDDEN)
     assert found["model.layers.1.mlp.experts.down_proj"].shape == (EXPERTS, HIDDEN, WIDTH)
@@ -39,7 +39,7 @@ def state(folder) -> dict[str, torch.Tensor]:
 
 
 def split_as_verl(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As ``unfuse_moe_params`` of verl 0.9.1 does with all models, Mixtral among them."""
+    """Split experts as ``unfuse_moe_params`` of verl 0.9.1 does for all models, also Mixtral."""
     found = {}
     for name, tensor in state.items():
         mixture, _, part = name.rpartition(".")

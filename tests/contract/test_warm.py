@@ -64,7 +64,7 @@ def choose_way(world_size: int, blackwell: bool, monkeypatch):
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_all_kernels_of_custom_all_reduce_and_nccl(monkeypatch, blackwell, world_size, dtype):
-    """As SGLang chooses between them, on either kind of GPU (``meta``: nothing is computed)."""
+    """SGLang chooses between them on either kind of GPU; on ``meta`` nothing is computed."""
     way = choose_way(world_size, blackwell, monkeypatch)
     tensors = record_reductions(world_size, "meta", dtype)
     assert {tensor.dtype for tensor in tensors} == {dtype}
@@ -76,7 +76,7 @@ def test_all_kernels_of_custom_all_reduce_and_nccl(monkeypatch, blackwell, world
 
 @pytest.mark.parametrize(("chosen", "compiled"), [(4, [(1, 4, 64), (4, 4, 64)]), (2, [])])
 def test_the_sum_over_experts_of_few_tokens(monkeypatch, tmp_path, chosen, compiled):
-    """SGLang's ``torch.compile`` of it; for two experts a token it adds instead."""
+    """SGLang uses ``torch.compile`` for it; for two experts a token it adds instead."""
     found: list[tuple[int, ...]] = []
 
     def record(each, out, factor):
@@ -97,7 +97,10 @@ def test_on_a_cpu_little_is_reduced():
 
 
 def test_memory_is_taken_for_kv_that_moves():
-    """Pieces of a prompt, too.  A second attempt to get to the base layout does not fail for want of it."""
+    """Pieces of a prompt are counted, too.
+
+    A second attempt to get to the base layout does not fail for want of memory.
+    """
     reserved: list[int] = []
     buffers = KvBuffers(k=[torch.zeros(4, 2, 8)], v=[torch.zeros(4, 2, 8)])
     layouts = SimpleNamespace(
@@ -144,7 +147,7 @@ def test_memory_is_taken_for_kv_that_moves():
     ],
 )
 def test_memory_is_taken_for_kv_of_ranks_that_are_lent(old, new, rank, out, into):
-    """In parts of what this rank has; a lent one has nothing."""
+    """The memory is given in parts of what this rank has; a lent one has nothing."""
     base, reserved, tokens = ParallelLayout(1, 8), [], 0 if rank % old else 64
     buffers = KvBuffers(k=[torch.zeros(4, 2, 8)], v=[torch.zeros(4, 2, 8)])
     layouts = SimpleNamespace(

@@ -17,7 +17,7 @@ from sglang_pat.host.fixes import request_validation
 from sglang_pat.server.tokenizer import AdaptiveTokenizerManager
 
 LONGEST = 3
-"""Letters of a prompt."""
+"""The most letters of a prompt that is taken."""
 SETTINGS = dict.fromkeys(
     "incremental_streaming_output enable_lora enable_trace language_only enable_tokenizer_batch_encode "
     "enable_dp_attention enable_priority_scheduling speculative_algorithm".split()
@@ -45,7 +45,7 @@ class Tokenized(SimpleNamespace):
 
 
 class Manager(AdaptiveTokenizerManager):
-    """Its tokenizer suspends once for each prompt.
+    """A manager whose tokenizer suspends once for each prompt.
 
     Attributes:
         sent: what went to the ranks, in that order.
@@ -101,7 +101,7 @@ class Manager(AdaptiveTokenizerManager):
 
     @property
     def requests(self) -> list[str]:
-        """Ids of those that went to a rank."""
+        """Ids of the requests that went to a rank."""
         return [one.rid for one in self.sent if isinstance(one, Tokenized)]
 
     @property
@@ -111,7 +111,7 @@ class Manager(AdaptiveTokenizerManager):
     def ask(
         self, rid: str | list[str], stream: bool = False, n: int = 1, text: Any = None, request: Any = None
     ) -> asyncio.Future:
-        """The answer to a request, or to a batch of texts, which SGLang sends one by one."""
+        """Ask a request, or a batch of texts, which SGLang sends one by one; returns the answer."""
         text = text or ("x" if isinstance(rid, str) else ["x"] * len(rid))
         obj = GenerateReqInput(rid=rid, text=text, sampling_params={"n": n}, stream=stream)
         return asyncio.ensure_future(self._all(obj, request))
@@ -120,7 +120,7 @@ class Manager(AdaptiveTokenizerManager):
         return [answer async for answer in self.generate_request(obj, request)]
 
     async def told(self, rid: str, reason: str | None = None) -> None:
-        """A token of a request, the last one if there is a ``reason``."""
+        """Have the manager hear a token of a request, the last one if there is a ``reason``."""
         values = dict.fromkeys(name for name, _ in adapter.controls.list_fields(BatchTokenIDOutput))
         values |= {name: [0] for name in ("prompt_tokens", "reasoning_tokens", "completion_tokens", "cached_tokens")}
         values |= {"rids": [rid], "output_ids": [[5]], "retraction_counts": [0]}
@@ -128,12 +128,12 @@ class Manager(AdaptiveTokenizerManager):
         await self._handle_batch_output(BatchTokenIDOutput(**values))
 
     def told_aborted(self, rid: str = "r", **reason: Any) -> None:
-        """It was aborted while it waited."""
+        """Have the manager hear that a rank has aborted a request that waited."""
         reason = {"type": "abort", "message": "Abort in waiting queue"} | reason
         self._handle_abort_req(AbortReq(rid=rid, finished_reason=reason))
 
 
 async def settle() -> None:
-    """Everybody has gone on as far as they can without a rank."""
+    """Let everybody go on as far as they can without a rank."""
     for _ in range(50):
         await asyncio.sleep(0)
