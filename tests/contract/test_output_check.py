@@ -156,7 +156,7 @@ def test_placeholders_keep_their_first_value():
 
 @pytest.mark.parametrize("kind", ["smollm3", "helium"])
 def test_norms_of_the_transformers_backend(tmp_path, kind):
-    """Norms of it multiply by their weight.
+    """This backend's norms multiply by their weight.
 
     SGLang often took them for those that multiply by 1 more.
     """

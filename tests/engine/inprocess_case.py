@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from unittest.mock import AsyncMock
 
 from sglang_pat.cpu import shim
 from sglang_pat.launch import processes
@@ -50,7 +51,7 @@ async def main(model: str, context: int) -> None:
     engine = InProcessEngine(arguments | {"context_length": context})
     # The memory saver needs a GPU; what is waited for before it is asked does not.
     engine._manager.server_args = adapter.arguments.make_view(engine._manager.server_args, enable_memory_saver=True)
-    engine._manager.release_memory_occupation_communicator = lambda _: asyncio.sleep(0, [])
+    engine._manager.release_memory_occupation_communicator = AsyncMock(return_value=[])
     found = {
         "too long": too_long,
         "answers": [await ask(engine, context - left) for left in (0, 1, 2, 7, 8)],

@@ -164,14 +164,22 @@ async def idle(server: Server) -> None:
     await asyncio.to_thread(check_idle, server)
 
 
-async def wait_for_layout(status: Callable[[], dict[str, Any]], tp: int) -> dict[str, Any]:
-    """Wait until the engine is in degree ``tp``, where its load keeps it until the test goes on; its status then.
+Status = dict[str, Any]
 
-    The limit is pytest's.
+
+async def wait_for_status(status: Callable[[], Status], reached: Callable[[Status], bool]) -> Status:
+    """Wait for a state that lasts until the test goes on; returns the status then.
+
+    Nobody is told of a state: this looks again and again.  The limit is pytest's.
     """
-    while (found := await asyncio.to_thread(status))["layout"]["tp"] != tp or found["switching"]:
-        await asyncio.sleep(0.05)
+    while not reached(found := await asyncio.to_thread(status)):
+        await asyncio.sleep(0.02)
     return found
+
+
+async def wait_for_layout(status: Callable[[], Status], tp: int) -> Status:
+    """Wait until the engine is in degree ``tp``, where its load keeps it; returns its status then."""
+    return await wait_for_status(status, lambda found: found["layout"]["tp"] == tp and not found["switching"])
 
 
 def check_unharmed(server: Server) -> None:

@@ -11,7 +11,7 @@ from sglang_pat.testing.server import parse_event
 
 from .conftest import fault, wait_until_held
 from .stock_answers import OPENAI, known
-from .streams import UP_AND_DOWN, body, endless, idle, post, switch, up_and_down
+from .streams import UP_AND_DOWN, body, endless, idle, post, switch, up_and_down, wait_for_status
 
 # -- several answers to one request, and several requests in one ------------------------------------------------
 
@@ -91,8 +91,7 @@ async def test_requests_that_arrive_during_a_switch(server, session, stock):
             await wait_until_held(server)
             work = [asyncio.ensure_future(server.generate_one(session, request)) for request in ARRIVING]
             # None of them goes on before the end of this block.
-            while (status := await asyncio.to_thread(server.status))["requests"] < len(ARRIVING):
-                await asyncio.sleep(0.02)
+            status = await wait_for_status(server.status, lambda status: status["requests"] == len(ARRIVING))
             assert status["switching"] and not switching.done()
         code, record = await switching
         assert code == 200 and record["requests"] == 0, record

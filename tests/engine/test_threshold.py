@@ -13,7 +13,7 @@ import requests
 from sglang_pat.testing.server import Server
 
 from .conftest import FORGETS_RETRACTIONS
-from .streams import NEVER_ENDS, Body, body, endless, tokens, wait_for_layout
+from .streams import NEVER_ENDS, Body, body, endless, tokens, wait_for_layout, wait_for_status
 
 API_KEY, ADMIN_KEY = "api-secret", "admin-secret"
 ADMIN_HEADERS = {"Authorization": f"Bearer {ADMIN_KEY}"}
@@ -121,8 +121,7 @@ async def test_two_agents_merge_once_and_split_once(watched, session):
     for _ in range(5):
         answers = await asyncio.gather(*turns)
         # That it is empty, and what follows from it, the coordinator hears and decides at once.
-        while (status := watched.status())["requests"]:
-            await asyncio.sleep(0.02)
+        status = await wait_for_status(watched.status, lambda status: not status["requests"])
         assert (status["layout"]["tp"], status["switching"]) == (2, False)
         for one, answer in zip(agents, answers, strict=True):
             one["input_ids"] = [*one["input_ids"], *answer["output_ids"], 7, 8, 9]  # what a tool answers
