@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections import Counter
@@ -14,6 +15,9 @@ from hypothesis import HealthCheck, settings
 
 # What a shell puts in the background (`make test &`) is deaf to Ctrl-C, and so would be the servers of the tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A collection goes through all that torch and others import: a quarter of the time of the unit tests.
+gc.set_threshold(50_000, 20, 20)
 
 any_machine = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("repeatable", any_machine, derandomize=True)
@@ -55,6 +59,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish(session):
     """Groups are suffixes of test ids.  Where pytest and pytest-xdist do not know them, servers are started twice."""
+    gc.freeze()  # what was imported stays
     grouped = getattr(session.config.option, "loadgroup", False)
     if grouped and session.items and "@" not in session.items[0].nodeid:
         raise pytest.UsageError(f"pytest {pytest.__version__} and pytest-xdist: tests of a group are not kept together")

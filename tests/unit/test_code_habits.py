@@ -33,9 +33,21 @@ def modules() -> dict[str, Path]:
     return found
 
 
+def walk_bodies(tree: ast.Module) -> Iterator[tuple[ast.AST, list[ast.stmt]]]:
+    """All lists of statements, each after the node that has it: not into expressions, which are most of a tree."""
+    todo: list[ast.AST] = [tree]
+    while todo:
+        node = todo.pop()
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            if isinstance(body := getattr(node, name, None), list):
+                todo += body
+                yield node, body
+
+
 @cache
 def list_import_statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
-    return [node for node in ast.walk(parse(path)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    statements = (statement for _, body in walk_bodies(parse(path)) for statement in body)
+    return [statement for statement in statements if isinstance(statement, ast.Import | ast.ImportFrom)]
 
 
 def list_imports(path: Path, names: set[str] | None) -> set[str]:
@@ -137,16 +149,11 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, a
 
 def list_docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
     """The docstrings of a module, its classes and functions, and the texts that follow an assignment."""
-    todo: list[ast.AST] = [tree]
-    while todo:
-        node = todo.pop()
-        for name in ("body", "orelse", "finalbody", "handlers", "cases"):  # not into expressions, which are most of it
-            body = getattr(node, name, ())
-            todo += body
-            for before, statement in zip([node, *body], body, strict=False):
-                text = statement.value if isinstance(statement, ast.Expr) else None
-                if isinstance(before, DOCUMENTED) and isinstance(text, ast.Constant) and isinstance(text.value, str):
-                    yield text
+    for node, body in walk_bodies(tree):
+        for before, statement in zip([node, *body], body, strict=False):
+            text = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(before, DOCUMENTED) and isinstance(text, ast.Constant) and isinstance(text.value, str):
+                yield text
 
 
 @pytest.mark.parametrize(

@@ -75,10 +75,10 @@ def test_adaptive_tp_on_top():
     shape = "body-atom:6.363,0.70,16384,0.02"
     still = simulation(shape, eta_prompts=1.0, eta_responses=1.0)
     adaptive = simulation(shape, eta_prompts=1.0, eta_responses=1.0, policy=policy)
-    pairs = [(still.run_round(version), adaptive.run_round(version)) for version in range(4)]
+    pairs = [(still.run_round(version), adaptive.run_round(version)) for version in range(2)]
     kept = [[sorted(found.summary.kept_lengths) for found in pair] for pair in pairs]
     assert all(one and one == other for one, other in kept), "the same work"
-    assert sum(b.switches for _, b in pairs) >= 4
+    assert all(b.switches for _, b in pairs)
     assert sum(b.seconds for _, b in pairs) < sum(a.seconds for a, _ in pairs)
 
 
@@ -162,12 +162,12 @@ def test_nodes_switch_and_lend_by_themselves():
     rules = Rules(num_prompts=16, num_responses=4, eta_prompts=1.0, eta_responses=1.0)
     job = Simulation(engines, rules, parse_shape("body-atom:6.363,0.70,16384,0.02"), 0.0, seed=3)
     apart = 0
-    for version in range(3):
+    for version in range(2):
         found = job.run_round(version)
         assert len(found.summary.kept_lengths) == 64
         assert all(profile.fingerprint.num_ranks == node.tp * len(node.replicas) for node in job._nodes)
         apart += len({node.last_switch for node in job._nodes}) > 1
-    assert apart >= 2, "one may switch without the other"
+    assert apart == 2, "one may switch without the other"
 
 
 def test_reorder_by_arithmetic():

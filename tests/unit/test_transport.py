@@ -19,6 +19,7 @@ from .ranks import emulated_link, run_ranks
 pytestmark = [
     pytest.mark.unit,
     pytest.mark.slow,
+    pytest.mark.xdist_group(run_ranks.__module__),  # one server that forks ranks
     pytest.mark.skipif(not shm.is_available(), reason="the extension sglang_pat._C is not built"),
 ]
 
