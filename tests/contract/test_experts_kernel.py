@@ -6,10 +6,7 @@ Interpreted, and compiled for an H100.
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -20,6 +17,7 @@ import torch
 from sglang_pat.cpu import shim
 from sglang_pat.host import adapter
 
+from ..unit.interpreted import run_interpreted
 from .graphs import OLD
 
 pytestmark = [pytest.mark.contract, pytest.mark.slow]
@@ -196,11 +194,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def test_interpreted_they_give_what_copies_give():
-    pytest.importorskip("triton")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-m", __name__], env=env, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == [str(len(CASES))]
+    assert run_interpreted(__name__) == str(len(CASES))
 
 
 @pytest.mark.parametrize("tp, tuned", [(2, True), (4, True), (8, False)])

@@ -141,27 +141,18 @@ async def test_a_process_that_does_not_start_is_given_up(pool, monkeypatch):
     assert (await pool.score({"how": "number"})).value == 0.25
 
 
-async def test_calls_that_hang_hold_no_process_from_others():
+@pytest.mark.parametrize(("how", "number"), [("hang", 5), ("spin", 3)])
+async def test_calls_that_hang_or_compute_for_long_hold_no_process_from_others(monkeypatch, how, number):
     """A second of the limit of ten minutes would be too long for them to be over."""
+    if how == "spin":
+        monkeypatch.setattr(pools, "LONG", 0.0005)
     pool = RewardPool(behave, processes=1, limit=600)
-    hanging = [asyncio.create_task(pool.score({"how": "hang"})) for _ in range(5)]
+    calls = [asyncio.create_task(pool.score({"how": how})) for _ in range(number)]
     assert (await asyncio.wait_for(pool.score({"how": "number"}), 60)).value == 0.25
-    assert not any(call.done() for call in hanging)
-    for call in hanging:
+    assert not any(call.done() for call in calls)
+    for call in calls:
         call.cancel()
-    await asyncio.wait(hanging)
-    await pool.close()
-
-
-async def test_calls_that_compute_for_long_do_not_either(monkeypatch):
-    monkeypatch.setattr(pools, "LONG", 0.0005)
-    pool = RewardPool(behave, processes=1, limit=600)
-    spinning = [asyncio.create_task(pool.score({"how": "spin"})) for _ in range(3)]
-    assert (await asyncio.wait_for(pool.score({"how": "number"}), 60)).value == 0.25
-    assert not any(call.done() for call in spinning)
-    for call in spinning:
-        call.cancel()
-    await asyncio.wait(spinning)
+    await asyncio.wait(calls)
     await pool.close()
 
 
