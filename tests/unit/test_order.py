@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections import deque
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.switch.order import NumberedOutput, OutputOrder, make_fence
+from sglang_pat.dropped import Dropped
+from sglang_pat.switch.order import (
+    AsyncOrderedReceiver,
+    NumberedOutput,
+    OrderedReceiver,
+    OutputOrder,
+    OutputSender,
+    make_fence,
+)
 
 from .drawn import examples
 
@@ -17,26 +28,28 @@ pytestmark = pytest.mark.unit
 
 
 class Leaders:
-    """Ranks that number their outputs and switch, as ``rank/channels.py`` and ``switch/executor.py`` do.
+    """Ranks that number their outputs, and switch as ``switch/executor.py`` does.
 
     A payload is ``(request, index of its output)``.
     """
 
     def __init__(self, ranks: int) -> None:
-        self.sent = dict.fromkeys(range(ranks), 0)
-        self.fence: dict[int, dict[int, int] | None] = dict.fromkeys(range(ranks))
         self.wire: dict[int, list[NumberedOutput]] = {rank: [] for rank in range(ranks)}
+        self.told: list[Any] = []
+        self.senders = [
+            OutputSender(SimpleNamespace(send_output=sent.append), rank, lambda output, _: self.told.append(output))
+            for rank, sent in self.wire.items()
+        ]
 
     def send(self, rank: int, payload) -> None:
-        self.sent[rank] += 1
-        self.wire[rank].append(NumberedOutput(rank, self.sent[rank], self.fence[rank], payload))
-        self.fence[rank] = None
+        self.senders[rank].send_output(payload)
+        assert self.told[-1] == payload
 
     def switch(self, old: range, new: range) -> None:
-        sent = {rank: self.sent[rank] for rank in old}
-        unsent = [self.fence[rank] for rank in old]
-        for rank in self.sent:
-            self.fence[rank] = make_fence(rank, sent, unsent) if rank in new else None
+        sent = {rank: self.senders[rank].sent for rank in old}
+        unsent = [self.senders[rank].fence for rank in old]
+        for rank, sender in enumerate(self.senders):
+            sender.fence = make_fence(rank, sent, unsent) if rank in new else None
 
 
 def random_run(rng: random.Random, ranks: int, max_steps: int) -> Leaders:
@@ -107,6 +120,19 @@ def test_random_runs_fail_without_fences():
         leaders = random_run(rng, 2, 3)
         broken += not in_order(deliver(rng, leaders.wire, None))
     assert broken > 10
+
+
+async def test_receivers_deliver_in_order():
+    outputs = NumberedOutput(0, 1, {1: 1}, "later"), NumberedOutput(1, 1, None, "first")
+    frames = iter([pickle.dumps(output) for output in 2 * outputs])
+
+    async def recv(flags: int) -> bytes:
+        return next(frames)
+
+    receiver = OrderedReceiver(SimpleNamespace(recv=lambda flags: next(frames)), Dropped())
+    assert [receiver.recv_pyobj() for _ in outputs] == ["first", "later"]
+    receiver = AsyncOrderedReceiver(SimpleNamespace(recv=recv), Dropped())
+    assert [await receiver.recv_pyobj() for _ in outputs] == ["first", "later"]
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ class GroupPlan:
 
 
 def plan_group(
-    dest: int, sources: dict[int, Sequence[LiveRequest]], max_requests: int, capacity: int, keep: bool = True
+    dest: int, sources: dict[int, Sequence[LiveRequest]], max_requests: int, capacity: int, keep: bool
 ) -> GroupPlan:
     """Lay out the KV of all requests that go to new group ``dest``.
 
