@@ -159,6 +159,7 @@ def test_a_group_without_a_verdict_is_judged_when_the_next_round_begins():
     admitter = Admitter(rules)
     admitter.feed([((0, index), None) for index in range(2)], end_of=0)
     first, second = [action.sample for action in admitter.begin(0)]
+    assert admitter.record_finished(first._replace(number=1), Output()) == [], "earlier rounds may have had such a one"
     for sample in (first, second):
         admitter.record_finished(sample, Output(spans=[Span(0, 3)], finish_reason="stop"))
     admitter.record_verdict(first.key, True)
