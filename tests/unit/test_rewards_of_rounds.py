@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from sglang_pat.rollout.missing import MISSING, Missing
-from sglang_pat.rollout.records import Group, Summary
-from sglang_pat.rollout.rewards import Response
+from sglang_pat.rollout.records import Group, Output, SampleId, Summary
+from sglang_pat.rollout.rewards import Response, Rewards
 from sglang_pat.rollout.rounds import RolloutRound
 
 from .admission_world import dumps, loads
@@ -172,6 +172,16 @@ async def test_who_leaves_waits_for_no_reward():
     round_.undo()
     assert len(judging.cancelled) == len(judging.asked) == 4
     assert len(mine.state.fresh) == 3
+
+
+async def test_once_rewards_are_stopped_none_is_asked_for():
+    judging = Judging()
+    stopped = Rewards(judging, print, print)
+    stopped.stop()
+    stopped.begin(Response(sample=SampleId(0, 0, 0, 0), prompt={"input_ids": [1]}, output=Output()))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not judging.asked
 
 
 @pytest.mark.parametrize("late", [False, True])
