@@ -141,8 +141,7 @@ def test_a_name_left_by_a_killed_creator_is_swept(tmp_path):
         assert time.perf_counter() - started < 60
         time.sleep(0.02)
     creator.kill()
-    creator.join()
-    assert left <= segments()
+    creator.join()  # and leaves it, unless another run on this machine sweeps it first
     assert run_ranks(1, pass_barrier) == [None]
     assert not left & segments()
 
