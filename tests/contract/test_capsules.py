@@ -56,7 +56,7 @@ def decode(req: Req, tokens: int) -> None:
 
 
 def prefill(req: Req) -> None:
-    """Its prompt's logprobs, and the first token."""
+    """Give ``req`` the logprobs of its prompt, and its first token."""
     kept = get_logprobs(req)
     kept.input_token_logprobs_val, kept.input_token_logprobs_idx = [None, -0.5, -0.25], [5, 6, 7]
     kept.input_top_logprobs_val, kept.input_top_logprobs_idx = [None, [-1.0], [-2.0]], [None, [6], [7]]
@@ -205,7 +205,7 @@ def test_what_a_switch_brings_is_found_in_the_tree(seed):
 
 
 def path(node) -> list:
-    """From ``node`` up to the root."""
+    """The nodes from ``node`` up to the root."""
     return [] if node is None else [node, *path(node.parent)]
 
 
@@ -231,7 +231,7 @@ def test_which_degree_generated_which_tokens():
 
 @pytest.mark.parametrize("grammar", [None, object()])
 def test_of_an_aborted_request_whether_it_has_a_grammar(grammar):
-    """In the queue an abort takes it away, one that runs keeps it: all ranks of the new group are told the same."""
+    """An abort takes a waiting request away, and one that runs keeps its grammar: all ranks of the new group agree."""
     req = request()
     req.grammar, req.to_finish = grammar, object()
     assert requests.serialize_request(req).constrained == (grammar is not None)

@@ -53,7 +53,7 @@ class Launches(TorchDispatchMode):
 
 
 def upload(values, dtype, device):
-    """As :func:`sglang_pat.switch.transfer.upload` to a GPU: one copy."""
+    """A stand-in for :func:`sglang_pat.switch.transfer.upload`, which makes one copy to a GPU."""
     return torch.as_tensor(values, dtype=dtype).to(device)
 
 
@@ -134,7 +134,7 @@ def test_a_launch_for_each_request_would_be_counted():
 
 
 def test_one_that_was_retracted_and_has_all_its_kv_is_so_no_more():
-    """Its next step is a decode step, in which SGLang drops the tokens of a retracted request: it would never end."""
+    """The next step is a decode step, in which SGLang drops the tokens of a retracted request: it would never end."""
     req = request(0, {})
     req.is_retracted = True
     table = ReqToTokenPool(4, 64, "cpu", False)

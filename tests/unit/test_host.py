@@ -33,7 +33,7 @@ def parse(path: Path) -> ast.Module:
 
 
 def imports_sglang(path: Path) -> bool:
-    """Also for types, and inside functions."""
+    """Whether a file imports SGLang, be it for types or inside functions."""
     names = []
     for node in ast.walk(parse(path)):
         names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -48,7 +48,7 @@ def test_no_other_folder_imports_sglang():
 
 
 def test_a_module_is_asked_for_a_name_that_it_lacks():
-    """As pickle asks all modules that are loaded; so does ``torch.compile``, with which each rank on a GPU starts."""
+    """Pickle asks all modules that are loaded, and so does ``torch.compile``, with which each rank on a GPU starts."""
     assert not hasattr(adapter, "torch")
     assert pickle.whichmodule(object(), "no_such_name") == "__main__"
 
@@ -164,7 +164,7 @@ UNCHECKED = {
 
 
 def test_attributes_are_written_by_assign():
-    """Those that begin with ``pat_`` are ours; what ``+=`` writes it has read."""
+    """Attributes that begin with ``pat_`` are ours; what ``+=`` writes it has read."""
     host, found = PACKAGE / "host", set()
     for path in host.rglob("*.py"):
         added = {node.target for node in ast.walk(parse(path)) if isinstance(node, ast.AugAssign)}
