@@ -50,7 +50,11 @@ def answer(server: Server) -> tuple[list[list[int]], list[float]]:
 
 
 def load(server: Server, model) -> None:
-    assert server.post("/update_weights_from_disk", {"model_path": str(model)}).json()["success"]
+    """Update the weights.  The cache is flushed by itself, with time to wait: at once SGLang (0.5.23) refuses it while
+    requests that have just been answered are still in its batch."""
+    body = {"model_path": str(model), "flush_cache": False}
+    assert server.post("/update_weights_from_disk", body).json()["success"]
+    assert server.post("/flush_cache?timeout=30").status_code == 200
 
 
 @pytest.mark.parametrize(
