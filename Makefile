@@ -11,10 +11,11 @@ BENCH_ARGS ?= --quick
 WORKERS ?= 2
 STUDIES := policies starts gains coarse_grid tail_batching bias lending rl_step
 
-SGLANG ?= 0.5.12.post1
-SGLANGS := 0.5.12.post1 $(patsubst requirements/sglang-%.txt,%,$(wildcard requirements/sglang-*.txt))
+OF_VENV := 0.5.12.post1
+SGLANG ?= $(OF_VENV)
+SGLANGS := $(OF_VENV) $(patsubst requirements/sglang-%.txt,%,$(wildcard requirements/sglang-*.txt))
 $(if $(filter $(SGLANG),$(SGLANGS)),,$(error SGLANG=$(SGLANG): must be one of $(SGLANGS)))
-OTHER := $(filter-out 0.5.12.post1,$(SGLANG))
+OTHER := $(filter-out $(OF_VENV),$(SGLANG))
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -66,7 +67,7 @@ unit: setup
 # Environments on top of .venv: what they have comes first.
 PRINT_PATH = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 BELOW = "$$($(@D)/bin/python $(PRINT_PATH))/below.pth"
-ADD_VENV = $(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))'
+ADD_VENV = echo "import site; site.addsitedir('$$($(PY) $(PRINT_PATH))')"
 
 .venv-%/.sglang_pat_setup: $(VENV)/.sglang_pat_setup requirements/sglang-%.txt
 	$(PYTHON) -m venv $(@D)
