@@ -16,6 +16,7 @@ SGLANG ?= $(OF_VENV)
 SGLANGS := $(OF_VENV) $(patsubst requirements/sglang-%.txt,%,$(wildcard requirements/sglang-*.txt))
 $(if $(filter $(SGLANG),$(SGLANGS)),,$(error SGLANG=$(SGLANG): must be one of $(SGLANGS)))
 OTHER := $(filter-out $(OF_VENV),$(SGLANG))
+FOLDER = python/sglang_pat/host/v$(subst .,_,$(OTHER))
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -67,11 +68,12 @@ unit: setup
 # Environments on top of .venv: what they have comes first.
 PRINT_PATH = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 BELOW = "$$($(@D)/bin/python $(PRINT_PATH))/below.pth"
-ADD_VENV = echo "import site; site.addsitedir('$$($(PY) $(PRINT_PATH))')"
+# The plain path is for the type checker, which reads no more.
+ADD_VENV = $(PY) $(PRINT_PATH); echo "import site; site.addsitedir('$$($(PY) $(PRINT_PATH))')"
 
 .venv-%/.sglang_pat_setup: $(VENV)/.sglang_pat_setup requirements/sglang-%.txt
 	$(PYTHON) -m venv $(@D)
-	$(ADD_VENV) > $(BELOW)
+	($(ADD_VENV)) > $(BELOW)
 	$(@D)/bin/python $(PIP_COMMAND) --no-deps -r requirements/sglang-$*.txt
 	touch $@
 
@@ -82,7 +84,7 @@ test-integration: $(INTEGRATION)/.sglang_pat_setup
 
 .venv-integration/.sglang_pat_setup: $(VENV)/.sglang_pat_setup requirements/integration.txt requirements/other_sglang.txt
 	$(PYTHON) -m venv $(@D)
-	$(ADD_VENV) > $(BELOW)
+	($(ADD_VENV)) > $(BELOW)
 	$(@D)/bin/python $(PIP_COMMAND) --no-deps -r requirements/integration.txt
 	$(@D)/bin/python $(PIP_COMMAND) --no-deps --upgrade --target $(@D)/other_sglang -r requirements/other_sglang.txt
 	touch $@
@@ -122,8 +124,11 @@ lint: setup
 	$(PY) -m ruff check $(CODE)
 	$(PY) -m ruff format --check $(CODE)
 
-types: $(VENV)/.sglang_pat_types
-	$(PY) -m basedpyright
+# With another SGLANG: what is in its folder of host/.
+TYPES_OF_OTHER = {"extends": "../pyproject.toml", "venvPath": "..", "venv": "$(RUN)", "include": ["../$(FOLDER)"], "ignore": []}
+types: $(VENV)/.sglang_pat_types $(RUN)/.sglang_pat_setup
+	$(if $(OTHER),echo '$(TYPES_OF_OTHER)' > $(RUN)/pyright.json)
+	$(PY) -m basedpyright $(if $(OTHER),-p $(RUN)/pyright.json)
 
 $(VENV)/.sglang_pat_types: $(VENV)/.sglang_pat_setup requirements/check.txt
 	$(PIP) --no-deps -r requirements/check.txt
