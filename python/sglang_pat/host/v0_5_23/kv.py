@@ -44,11 +44,11 @@ def copy_allocator(allocator: TokenToKVPoolAllocator) -> TokenToKVPoolAllocator:
 def set_allocator(scheduler: Any, allocator: TokenToKVPoolAllocator) -> None:
     """Have all slots be taken from what ``allocator`` has.
 
-    A dozen components hold the scheduler's own allocator, some of them frozen: it stays, and becomes this one.
+    A dozen components hold the scheduler's own allocator, some of them frozen: it stays, and becomes this one, once
+    its slots are freed (``clear_pools``).
     """
     live, size = scheduler.token_to_kv_pool_allocator, allocator.size
     assign(live, size=size, _kvcache=allocator.get_kvcache())
-    live.clear()
     assign(scheduler, max_total_num_tokens=size)
     for part in (scheduler.pool_stats_observer, scheduler.invariant_checker, scheduler.load_inquirer):
         object.__setattr__(part, "max_total_num_tokens", size * scheduler.kv_shard_widening)
