@@ -111,7 +111,7 @@ def launch(argv: list[str]) -> None:
 def _serve_streaming(argv: list[str]) -> None:
     """Serve with SGLang's own launcher, with layers in host memory.  Exits with one line for arguments that cannot be,
     SGLang's included."""
-    from stream_layers.plan import CannotStream
+    from stream_layers.judge_memory import CannotStream
     from stream_layers.refusals import take_flag
 
     try:

@@ -22,7 +22,7 @@ from sglang_pat.cpu import shim
 from sglang_pat.host.fixes import jit
 from sglang_pat.launch import contract
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.memory.plan import (
+from sglang_pat.memory.memory_plan import (
     MemoryPlan,
     Supply,
     format_advice,

@@ -16,10 +16,10 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat.host import adapter
-from sglang_pat.memory.plan import GIB
+from sglang_pat.memory.memory_plan import GIB
 from sglang_pat.memory.shapes import ModelShape, read_config
 from stream_layers import STREAM_VARIABLE
-from stream_layers.plan import CannotStream, JudgeMemory, order_layers, parse_count
+from stream_layers.judge_memory import CannotStream, JudgeMemory, order_layers, parse_count
 from stream_layers.refusals import refuse_arguments
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sglang_pat.host import adapter
-from sglang_pat.memory.plan import GIB, read_available_memory
+from sglang_pat.memory.memory_plan import GIB, read_available_memory
 from stream_layers.layers import StreamedLayers
 from stream_layers.residency import STEPS, Residency
 

@@ -1,7 +1,7 @@
 """Layers of a model in host memory, each copied to the GPU while the one before it computes (RollPacker, 4.3).
 
-Streamed layers share :data:`~stream_layers.plan.PLACES` places on the GPU, in turn.  A layer's parameters lie in its
-place for good, so a CUDA graph that was captured with them reads what is copied there.
+Streamed layers share :data:`~stream_layers.judge_memory.PLACES` places on the GPU, in turn.  A layer's parameters lie
+in its place for good, so a CUDA graph that was captured with them reads what is copied there.
 
 A step is complete in itself: its first copies begin with its first layer and its last copy is awaited by the last
 streamed layer.  So a graph of it can be captured, and nothing is left from a step that failed.
@@ -25,8 +25,8 @@ from sglang.srt.utils.offloader import BaseOffloader
 from torch import get_device_module
 from torch.utils.hooks import RemovableHandle
 
-from sglang_pat.memory.plan import MIB
-from stream_layers.plan import FLAG, PLACES, CannotStream
+from sglang_pat.memory.memory_plan import MIB
+from stream_layers.judge_memory import FLAG, PLACES, CannotStream
 
 logger = logging.getLogger(__name__)
 

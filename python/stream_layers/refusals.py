@@ -10,7 +10,7 @@ from typing import Any
 from sglang_pat.launch.refusals import EXPERTS
 from sglang_pat.memory.shapes import read_config
 from stream_layers import STREAM_VARIABLE
-from stream_layers.plan import AUTO, FEWEST, FLAG, CannotStream, parse_count
+from stream_layers.judge_memory import AUTO, FEWEST, FLAG, CannotStream, parse_count
 
 Refusal = tuple[str, tuple[Any, ...], str]
 """An argument of SGLang, its values that are allowed, and what to do otherwise."""

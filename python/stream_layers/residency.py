@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stream_layers.plan import PLACES, count_saved
+from stream_layers.judge_memory import PLACES, count_saved
 
 STEPS = 64
 """Number of the latest steps that are looked at."""

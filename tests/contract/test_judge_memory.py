@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang_pat.host import adapter
-from stream_layers.plan import order_layers
+from stream_layers.judge_memory import order_layers
 from stream_layers.residency import STEPS
 
 pytestmark = pytest.mark.contract

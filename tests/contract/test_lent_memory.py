@@ -30,7 +30,7 @@ class Saver:
 def make(device: str = "cpu", enabled: bool = True) -> tuple[Any, Any, Saver]:
     """The memory of a rank, its model, and the saver."""
     from sglang_pat.host.kv import KvBuffers
-    from sglang_pat.rank.lending import LentMemory
+    from sglang_pat.rank.lent_memory import LentMemory
 
     model = torch.nn.Linear(3, 5)
     model.register_buffer("positions", torch.arange(4))
@@ -69,9 +69,9 @@ def test_without_a_memory_saver_nothing_is_released():
 
 def test_memory_that_the_trainer_still_has_is_not_taken(monkeypatch):
     """The memory saver would end the process."""
-    from sglang_pat.rank import lending
+    from sglang_pat.rank import lent_memory
 
-    monkeypatch.setattr(lending, "synchronize", lambda device: None)
+    monkeypatch.setattr(lent_memory, "synchronize", lambda device: None)
     memory, model, saver = make(device="cuda")
     want = model.weight.clone()
     memory.release()

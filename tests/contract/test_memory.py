@@ -10,7 +10,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_pat.host import adapter
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.memory.plan import GIB, Demand, Supply, compute_default_reserve, get_sglang_chunk_and_batch
+from sglang_pat.memory.memory_plan import GIB, Demand, Supply, compute_default_reserve, get_sglang_chunk_and_batch
 from sglang_pat.memory.shapes import UNGATED, ModelShape, read_config
 from sglang_pat.testing import models
 

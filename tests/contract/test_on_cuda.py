@@ -13,7 +13,7 @@ from sglang_pat import preflight
 from sglang_pat.host import adapter, arguments
 from sglang_pat.host.fixes import jit
 from sglang_pat.launch.spec import resolve_spec
-from sglang_pat.memory.plan import GIB
+from sglang_pat.memory.memory_plan import GIB
 from sglang_pat.predict import profile as profiles
 
 from .checkpoints import MIXTURES, write_mixture_config

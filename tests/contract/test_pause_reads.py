@@ -44,8 +44,8 @@ COMPARISON = {
 }
 """Places that wait in PAT's way, which is there to be compared with."""
 LENT = {
-    ("rank/lending.py", "release"): "after the pause, of a rank that is lent",
-    ("rank/lending.py", "resume"): "before it, of a rank that is lent still",
+    ("rank/lent_memory.py", "release"): "after the pause, of a rank that is lent",
+    ("rank/lent_memory.py", "resume"): "before it, of a rank that is lent still",
 }
 
 

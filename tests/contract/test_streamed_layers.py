@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from sglang_pat.host import adapter
-from sglang_pat.memory.plan import GIB
+from sglang_pat.memory.memory_plan import GIB
 from sglang_pat.memory.shapes import ModelShape, read_config
 from sglang_pat.testing import models
-from stream_layers.plan import FEWEST, PLACES, CannotStream, JudgeMemory, order_layers
+from stream_layers.judge_memory import FEWEST, PLACES, CannotStream, JudgeMemory, order_layers
 from stream_layers.refusals import REFUSED
 
 from ..rehearsal.stream_rehearsal import Race, Streams

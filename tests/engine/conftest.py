@@ -17,7 +17,7 @@ import pytest
 
 from sglang_pat.checks import faults
 from sglang_pat.host import adapter
-from sglang_pat.memory.plan import read_available_memory
+from sglang_pat.memory.memory_plan import read_available_memory
 from sglang_pat.predict.profile import Fingerprint
 from sglang_pat.testing import models
 from sglang_pat.testing.prefork import Prefork, run
@@ -56,7 +56,7 @@ SIDES = {
     ).split(),
     "others": (
         "profiler mixtures sampling same_numbers same_tokens experts routed_experts overrides weights weights_refused "
-        "clients inprocess grpo judge acceptance start"
+        "clients storm inprocess grpo judge acceptance start"
     ).split(),
 }
 """The test files in two sides, in this order; two workers may run one each (``pytest -n 2 --dist loadgroup``).  A side

@@ -1,4 +1,4 @@
-"""What slime, NeMo-RL and AReaL ask of a server in a step, in their order and with their bodies, while it switches.
+"""What slime, miles, NeMo-RL and AReaL ask of a server in a step, in their order, with their bodies, as it switches.
 
 Each answer is checked: its status, and by the marker models which weights generated its tokens.  The frameworks
 themselves are not run here; what has run of them is in docs/integrate.md.
@@ -143,6 +143,35 @@ def test_slime_and_nemo_rl_on_the_trainers_gpus(two, framework):
         ok(server.get("/flush_cache"))
         ok(server.post("/resume_memory_occupation", {"tags": kv}))
         assert ok(server.get("/model_info")).json()["weight_version"] == version
+    rollout(server, SLIME, C)
+
+
+@pytest.mark.skipif(FOLDER == "v0_5_12", reason="SGLang 0.5.12 has no update sessions")
+def test_miles_updates_in_the_middle_of_a_round(two):
+    """Requests wait, retracted, for a session of updates, and go on with new weights, as in asynchronous rollouts."""
+    server = two.start_in(1)
+    ok(server.get("/health_generate"))
+    ok(server.get("/flush_cache"))
+    assert ok(server.get("/server_info")).json()["tp_size"] == 2
+    trainer = Trainer(server, 2)
+
+    def update(token: int, version: str) -> None:
+        ok(server.post("/pause_generation", {"mode": "retract"}))
+        ok(server.get("/flush_cache"))
+        check_success(server.post("/begin_weight_update", {"selector": "all"}))
+        trainer.send(token, flush_cache=False, selector="all", weight_version=version)
+        check_success(server.post("/update_weight_version", {"new_version": version, "abort_all_requests": False}))
+        check_success(server.post("/end_weight_update", {}))
+        ok(server.post("/continue_generation", {}))
+
+    for old, new, version in ((A, B, "1"), (B, C, "2")):
+        bodies = [make_body(prompt, SLIME) for prompt in PROMPTS]
+        answers = asyncio.run(act_in_the_tail(server, bodies, lambda new=new, version=version: update(new, version)))
+        for answer in answers:
+            kept = tokens(answer).count(old)
+            assert STEP <= kept < LIMIT and tokens(answer) == [old] * kept + [new] * (LIMIT - kept)
+        assert ok(server.get("/model_info")).json()["weight_version"] == version
+    trainer.close()
     rollout(server, SLIME, C)
 
 

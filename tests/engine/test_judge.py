@@ -10,7 +10,7 @@ import pytest
 from sglang_pat.memory.shapes import ModelShape, read_config
 from sglang_pat.testing import models
 from sglang_pat.testing.server import Server, ServerDied
-from stream_layers.plan import JudgeMemory
+from stream_layers.judge_memory import JudgeMemory
 
 from .conftest import GRAPH_SIZES, MODELS
 

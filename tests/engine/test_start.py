@@ -15,7 +15,7 @@ import pytest
 
 from sglang_pat.launch import processes as launched
 from sglang_pat.launch.processes import wait_until_ended
-from sglang_pat.memory.plan import CPU_TOKENS
+from sglang_pat.memory.memory_plan import CPU_TOKENS
 from sglang_pat.testing.server import Server
 
 from .streams import body

@@ -159,7 +159,7 @@ def register() -> None:
 def draw_counts(seed: str) -> None:
     """Have each rank want another number of streamed layers whenever it looks at its memory."""
     from stream_layers import follow
-    from stream_layers.plan import FEWEST
+    from stream_layers.judge_memory import FEWEST
 
     def choose(self: Any, free: int) -> int:
         draws = self.__dict__.setdefault("draws", random.Random(f"{seed} of rank {torch.distributed.get_rank()}"))

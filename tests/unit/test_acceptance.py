@@ -15,7 +15,7 @@ import torch
 
 from sglang_pat.acceptance import answers, bench, cli, kernels, steps
 from sglang_pat.acceptance.results import Report, Result
-from sglang_pat.memory.plan import GIB
+from sglang_pat.memory.memory_plan import GIB
 from sglang_pat.testing import smollm2
 
 pytestmark = pytest.mark.unit

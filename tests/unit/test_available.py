@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from sglang_pat.memory.plan import read_available_memory
+from sglang_pat.memory.memory_plan import read_available_memory
 
 pytestmark = pytest.mark.unit
 

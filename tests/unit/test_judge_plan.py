@@ -8,9 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.memory.plan import GIB
+from sglang_pat.memory.memory_plan import GIB
 from sglang_pat.memory.shapes import ModelShape
-from stream_layers.plan import FEWEST, PLACES, CannotStream, JudgeMemory, order_layers, parse_count, spread_layers
+from stream_layers.judge_memory import (
+    FEWEST,
+    PLACES,
+    CannotStream,
+    JudgeMemory,
+    order_layers,
+    parse_count,
+    spread_layers,
+)
 
 from .drawn import examples
 

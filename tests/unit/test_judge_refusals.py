@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from stream_layers.plan import CannotStream
+from stream_layers.judge_memory import CannotStream
 from stream_layers.refusals import REFUSED, check_model, refuse_arguments, take_flag
 
 pytestmark = pytest.mark.unit

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stream_layers.plan import FEWEST, count_saved
+from stream_layers.judge_memory import FEWEST, count_saved
 from stream_layers.residency import STEPS, Residency
 
 from .drawn import examples

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sglang_pat import preflight
 from sglang_pat.layout import ParallelLayout, list_candidate_layouts
-from sglang_pat.memory.plan import (
+from sglang_pat.memory.memory_plan import (
     CPU_TOKENS,
     GIB,
     MIN_TOKENS,

@@ -12,7 +12,7 @@ from sglang_pat.acceptance import commands
 from sglang_pat.acceptance.bench import Bench
 from sglang_pat.acceptance.results import Result
 from sglang_pat.demo.cases import MAKERS, SMOLLM2
-from sglang_pat.memory.plan import GIB
+from sglang_pat.memory.memory_plan import GIB
 from sglang_pat.memory.shapes import ModelShape, read_config
 from sglang_pat.testing.smollm2 import NotInstalled
 from sglang_pat.tools.prompts import PROMPTS

@@ -12,7 +12,7 @@ from profiler.launch import MANUAL
 from profiler.worker import Worker
 from sglang_pat.cpu import shim
 from sglang_pat.host.sharing import SHARE_ENV
-from sglang_pat.memory.plan import GIB
+from sglang_pat.memory.memory_plan import GIB
 from sglang_pat.memory.shapes import ModelShape, read_config
 from sglang_pat.testing import models
 from sglang_pat.testing.prefork import Prefork

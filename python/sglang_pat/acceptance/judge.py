@@ -16,7 +16,7 @@ from sglang_pat.acceptance.bench import Bench
 from sglang_pat.acceptance.results import Result
 from sglang_pat.cpu import shim
 from sglang_pat.memory.shapes import ModelShape
-from stream_layers.plan import order_layers
+from stream_layers.judge_memory import order_layers
 
 LAYERS = 8
 STREAMED = (3, 4, 8)

@@ -31,7 +31,7 @@ from sglang_pat.acceptance.bench import Bench
 from sglang_pat.acceptance.experts import experts
 from sglang_pat.acceptance.judge import judge
 from sglang_pat.acceptance.results import Result
-from sglang_pat.memory.plan import GIB, MemoryPlan
+from sglang_pat.memory.memory_plan import GIB, MemoryPlan
 from sglang_pat.testing.prefork import run
 
 COPY_SHARE = 0.8

@@ -44,7 +44,7 @@ from sglang_pat.launch.refusals import (
 )
 from sglang_pat.launch.spec import Deployment, EngineSpec, resolve_spec
 from sglang_pat.layout import ParallelLayout, choose_default_degrees, list_candidate_layouts
-from sglang_pat.memory.plan import Demand, MemoryPlan
+from sglang_pat.memory.memory_plan import Demand, MemoryPlan
 from sglang_pat.memory.shapes import ModelShape
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.profile import Fingerprint

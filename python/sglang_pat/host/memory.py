@@ -9,7 +9,7 @@ import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
 
 from sglang_pat.host.contract import SglangScheduler
-from sglang_pat.memory.plan import format_size
+from sglang_pat.memory.memory_plan import format_size
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from sglang_pat.memory.plan import Supply, measure_cpu_memory
+from sglang_pat.memory.memory_plan import Supply, measure_cpu_memory
 
 logger = logging.getLogger(__name__)
 

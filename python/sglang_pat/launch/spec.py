@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.launch.gpu_memory import measure_memory
 from sglang_pat.launch.refusals import check_shared_memory, read_files
-from sglang_pat.memory.plan import Demand, MemoryPlan, format_advice, make_plan
+from sglang_pat.memory.memory_plan import Demand, MemoryPlan, format_advice, make_plan
 from sglang_pat.policies.registry import get_largest_batch, select_graph_sizes
 from sglang_pat.predict.profile import Fingerprint, Profile, check_fits
 

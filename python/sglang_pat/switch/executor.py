@@ -35,7 +35,7 @@ from sglang_pat.host import loop
 from sglang_pat.host.requests import count_tokens, get_entry_time, get_name, set_entry_time
 from sglang_pat.layout import ParallelLayout, needs_capsules
 from sglang_pat.messages import Cancel, Compile, MemoryReleased, Prepare, Prepared, RankSwitched, Switch
-from sglang_pat.rank.lending import LentMemory
+from sglang_pat.rank.lent_memory import LentMemory
 from sglang_pat.switch import install, kv, plan, requests
 from sglang_pat.switch.order import make_fence
 from sglang_pat.switch.requests import GroupOffer, IncomingRequests

@@ -21,7 +21,7 @@ from sglang_pat.config import VARIABLE
 from sglang_pat.layout import list_strides
 from sglang_pat.policies.lending import STRIDE
 from sglang_pat.rollout.rules import Rules
-from stream_layers.plan import parse_count
+from stream_layers.judge_memory import parse_count
 from stream_layers.refusals import check_model
 
 if TYPE_CHECKING:

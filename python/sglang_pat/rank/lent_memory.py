@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_pat.host.memory import Saver
-from sglang_pat.memory.plan import format_size
+from sglang_pat.memory.memory_plan import format_size
 from sglang_pat.switch.transfer import synchronize
 
 if TYPE_CHECKING:
