@@ -65,9 +65,9 @@ left_out = (
     *(f"sgl_kernel/{part}" for part in ("sm100/", "flash_ops", "flashmla_ops", "infllm_ops")),
     "sglang/multimodal_gen/", "sglang/srt/rust_extensions/_",
     "pycountry/locales/", "zstandard/_cffi", "jedi/third_party/",
-    "flashinfer/experimental/b12x/", "flashinfer/moe_ep/kernel_src/",
+    "flashinfer/experimental/b12x/", "flashinfer/experimental/sm110_xqa/", "flashinfer/moe_ep/kernel_src/",
     "flashinfer/fused_moe/backends/cudnn_frost/artifacts/",
-    *(f"flashinfer/data/cutlass/{part}/" for part in ("test", "examples", "docs", "media")),
+    *(f"flashinfer/data/cutlass/{part}/" for part in ("test", "examples", "docs", "media", "python")),
     *(f"flashinfer/data/csrc/{part}" for part in ("alphamoe", "blackwell", "cake_", "experimental/", "gdn/", "kda/")),
     "flashinfer/data/csrc/fused_moe/cake_",
 )

@@ -22,6 +22,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -41,7 +42,7 @@ from sglang_pat.predict.cost import build_predictors
 from sglang_pat.tools import pictures
 from sglang_pat.tools.commands import Parser, UsageError, run
 from studies import modelled
-from studies.modelled import A3B, A40, H100, L40S, LLAMA, QWEN, QWEN_32B, RANKS, Machine, ModelSize
+from studies.modelled import A3B, A40, H100, L40S, LLAMA, QWEN, QWEN_32B, RANKS, Machine, ModelSize, Roofline
 from studies.shapes import Shape, parse_shape
 from studies.starts import CORRELATION, GROUP, PROMPT, Node, SimulatedGeneration, make_load, make_snapshot
 
@@ -86,6 +87,10 @@ class Rounds:
     switches: int = 0
 
 
+def keep(times: Roofline) -> Roofline:
+    return times
+
+
 @dataclass(frozen=True)
 class GainTask:
     machine: str
@@ -96,6 +101,8 @@ class GainTask:
     rounds: int
     lengths: str
     seed: int
+    times: Callable[[Roofline], Roofline] = keep
+    """What becomes of the modelled step times."""
 
 
 def count_room(machine: Machine, model: ModelSize, base_tp: int) -> dict[int, int]:
@@ -110,9 +117,9 @@ def list_degrees(machine: Machine, model: ModelSize, shape: Shape) -> list[int]:
     return [tp for tp in DEGREES if count_room(machine, model, tp)[tp] >= PROMPT + shape.limit]
 
 
-def make_node(machine: Machine, model: ModelSize, base_tp: int) -> Node:
-    """A node with the profile that ``profiler.sweep``'s grid gives of the modelled times."""
-    times, room = modelled.make_times(machine, model), count_room(machine, model, base_tp)
+def make_node(machine: Machine, model: ModelSize, base_tp: int, change: Callable[[Roofline], Roofline] = keep) -> Node:
+    """A node with the profile that ``profiler.sweep``'s grid gives of the modelled times, changed by ``change``."""
+    times, room = change(modelled.make_times(machine, model)), count_room(machine, model, base_tp)
     axes = grid.BATCHES, grid.CONTEXTS
     profile = modelled.build(machine, model, base_tp, ("profiler.sweep's grid",), False, times, axes, room)
     # Prefill is left out of the rounds, so the policy is not to count it.
@@ -124,7 +131,7 @@ def make_node(machine: Machine, model: ModelSize, base_tp: int) -> Node:
 def study(task: GainTask) -> Rounds:
     """All rounds of one layout; the same lengths for all."""
     machine, model, shape = MACHINES[task.machine], MODELS[task.model], parse_shape(task.lengths)
-    node = make_node(machine, model, task.tp if task.adaptive else list_degrees(machine, model, shape)[0])
+    node = make_node(machine, model, task.tp if task.adaptive else list_degrees(machine, model, shape)[0], task.times)
     if not task.adaptive:
         node = replace(node, room=count_room(machine, model, task.tp))
     random, history, starts = np.random.default_rng(task.seed), LengthHistory(), StartDegrees(tuple(node.room))

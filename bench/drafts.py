@@ -1,0 +1,205 @@
+"""How many drafted tokens are what a policy samples: for speculation without a draft model.
+
+    python bench/drafts.py [--quick] [--models FOLDER ...] [--temperatures 1.0 0.7] [--json FILE]
+
+Groups of responses to problems of ``gsm_symbolic`` (reasoning-gym), from an engine.  For the two longest of each group
+the next ``k`` tokens are drafted at every step from what has been there: after the longest context of at most twelve
+tokens that was seen, the token that came most often.  A drafted token counts if it is the one that was sampled, so a
+verification that samples each position with its own random number keeps just these.  Of several ``--models`` each is
+a later state of the one before, and drafts from that one's responses to the same problem, too.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import _bench
+import msgspec
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from sglang_pat.testing import models
+from sglang_pat.testing.server import Server
+from sglang_pat.testing.smollm2 import load_transformers
+
+CONTEXT = 12
+"""Longest context that is looked up, tokens."""
+LENGTHS = (2, 4, 8)
+"""Drafted tokens of a step."""
+TAIL = 2
+"""Responses of a group that are drafted for; the others have ended."""
+
+
+class Group(msgspec.Struct):
+    """Responses to one prompt, and the probability with which each of their tokens was sampled."""
+
+    prompt: list[int]
+    responses: list[list[int]]
+    probabilities: list[list[float]]
+
+
+class Contexts:
+    """Which tokens have come after which contexts."""
+
+    def __init__(self, texts: Iterable[Sequence[int]] = ()) -> None:
+        self._next: defaultdict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+        for text in texts:
+            for end in range(1, len(text)):
+                self.add(text, end)
+
+    def add(self, text: Sequence[int], end: int) -> None:
+        """Take in that ``text[end]`` comes after what is before it."""
+        for length in range(1, min(CONTEXT, end) + 1):
+            self._next[tuple(text[end - length : end])][text[end]] += 1
+
+    def get(self, context: tuple[int, ...]) -> Counter[int]:
+        return self._next.get(context, Counter())
+
+
+def draft(sources: Sequence[Contexts], text: Sequence[int], count: int) -> list[int]:
+    """The tokens, ``count`` at most, that are expected after ``text``."""
+    drafted: list[int] = []
+    context = list(text[-CONTEXT:])
+    while len(drafted) < count:
+        for start in range(len(context)):
+            seen = sum((source.get(tuple(context[start:])) for source in sources), Counter())
+            if seen:
+                drafted.append(seen.most_common(1)[0][0])
+                context = [*context, drafted[-1]][-CONTEXT:]
+                break
+        else:
+            break
+    return drafted
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step at a token of a response: how many tokens were drafted, and how many of them were right."""
+
+    at: int
+    drafted: int
+    right: int
+
+
+def replay(prompt: Sequence[int], response: Sequence[int], sources: Sequence[Contexts], count: int) -> list[Step]:
+    """Steps in which ``response`` comes about if ``count`` tokens are drafted in each, from it and from ``sources``."""
+    text, steps = list(prompt), []
+    itself = Contexts([text])
+    while len(text) < len(prompt) + len(response):
+        at = len(text) - len(prompt)
+        drafted = draft([itself, *sources], text, min(count, len(response) - at - 1))
+        right = 0
+        while right < len(drafted) and drafted[right] == response[at + right]:
+            right += 1
+        steps.append(Step(at, len(drafted), right))
+        for token in response[at : at + right + 1]:
+            text.append(token)
+            itself.add(text, len(text) - 1)
+    return steps
+
+
+def count_accepted(groups: Sequence[Group], before: Sequence[Group] | None) -> list[dict[str, Any]]:
+    """A row for each source and number of drafted tokens."""
+    rows = []
+    for name in ("itself", "and its siblings", "and those of the last epoch")[: 2 + bool(before)]:
+        for count in LENGTHS:
+            steps: list[Step] = []
+            pairs: list[tuple[float, float]] = []
+            for number, group in enumerate(groups):
+                order = sorted(range(len(group.responses)), key=lambda i: len(group.responses[i]))
+                ended = [group.responses[i] for i in order[:-TAIL]] if name != "itself" else []
+                if before and "epoch" in name:
+                    ended += before[number].responses
+                # A response begins after the end of the prompt.
+                sources = [Contexts(group.prompt[-CONTEXT:] + response for response in ended)]
+                for i in order[-TAIL:]:
+                    taken = replay(group.prompt, group.responses[i], sources, count)
+                    pairs.append((mean(group.probabilities[i]), len(group.responses[i]) / len(taken)))
+                    steps += taken
+            rows.append(
+                {
+                    "drafts from": name, "k": count, "tokens a step": mean(step.right + 1 for step in steps),
+                    "right": sum(step.right for step in steps) / max(sum(step.drafted for step in steps), 1),
+                    "by position": {
+                        at: mean(step.right + 1 for step in steps if at <= step.at < at + 100)
+                        for at in range(0, max(step.at for step in steps) + 1, 100)
+                    },
+                    "by response": pairs,
+                }
+            )  # fmt: skip
+    return rows
+
+
+def sample(model: Path, temperature: float, problems: Sequence[str], group: int, tokens: int) -> list[Group]:
+    """Responses of an engine to each problem, as a chat."""
+    tokenizer = load_transformers().AutoTokenizer.from_pretrained(model)
+    prompts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": problem}], add_generation_prompt=True)["input_ids"]
+        for problem in problems
+    ]
+    sampling = {"temperature": temperature, "max_new_tokens": tokens, "n": group}
+    groups = []
+    with Server(model, "--tp", "1", "--dp", "2", "--adaptive-tp", max_total_tokens=65536) as server:
+        for at in track(range(0, len(prompts), 8), f"{model.name}, temperature {temperature}"):
+            some = prompts[at : at + 8]
+            bodies = [{"input_ids": ids, "sampling_params": sampling, "return_logprob": True} for ids in some]
+            for ids, answers in zip(some, server.generate(bodies), strict=True):
+                pairs = [answer["meta_info"]["output_token_logprobs"] for answer in answers]
+                groups.append(
+                    Group(
+                        ids,
+                        [[token for _, token, _ in one] for one in pairs],
+                        [[math.exp(logprob) for logprob, _, _ in one] for one in pairs],
+                    )
+                )
+    return groups
+
+
+def draw_problems(count: int) -> list[str]:
+    from reasoning_gym.factory import create_dataset
+
+    entries = [entry["question"] for entry in create_dataset("gsm_symbolic", seed=46, size=2 * count)]
+    return random.Random(46).sample(list(dict.fromkeys(entries)), count)
+
+
+def main() -> int:
+    parser = _bench.options(__doc__, "two problems, four responses, one temperature; a minute")
+    parser.add_argument("--models", nargs="+", type=Path, metavar="FOLDER", help="default: SmolLM2-135M-Instruct")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[1.0, 0.7])
+    parser.add_argument("--problems", type=int, default=48)
+    parser.add_argument("--responses", type=int, default=8, help="to each problem (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=256, help="of a response at most (default: %(default)s)")
+    args = parser.parse_args()
+    if args.quick:
+        args.problems, args.responses, args.tokens, args.temperatures = 2, 4, 48, args.temperatures[-1:]
+    machine, found = _bench.about(), {}
+    folders = args.models or [models.make_smollm2(Path(".cache/models/smollm2"))]
+    problems = draw_problems(args.problems)
+    for temperature in args.temperatures:
+        before: list[Group] | None = None
+        for folder in folders:
+            groups = sample(folder, temperature, problems, args.responses, args.tokens)
+            sampled = [p for group in groups for one in group.probabilities for p in one]
+            rows = count_accepted(groups, before)
+            title = f"{folder.name}, temperature {temperature}: {len(sampled)} tokens of mean probability"
+            table = Table("drafts from", "k", "tokens a step", "right", title=f"{title} {mean(sampled):.3f}")
+            for row in rows:
+                table.add_row(row["drafts from"], str(row["k"]), f"{row['tokens a step']:.2f}", f"{row['right']:.2f}")
+            Console(width=110).print(table)
+            found[f"{folder.name} {temperature}"] = {"probability": mean(sampled), "rows": rows}
+            _bench.write(args.json, machine=machine, found=found)
+            before = groups
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

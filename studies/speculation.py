@@ -1,0 +1,128 @@
+"""What lossless speculation would gain over a round, without switches and with them (modelled).
+
+    python -m studies.speculation [--quick] [--jobs N] [--rounds N] [--json FILE]
+
+Rounds, nodes and models are those of :mod:`studies.gains`.  A step that checks ``k`` drafted tokens of each request is
+a step of ``k + 1`` times the rows: of the products, the all-reduces and the experts that any row chooses.  It gives as
+many tokens as were accepted, and one more.  ``k`` is the best one for each degree, batch and context, 0 among them, and
+the policy sees the times that come of it.  The best ``k`` is known, and acceptance is the same at each position.
+
+Each drafter has two bounds.  **Low**: each row reads the KV of its request by itself, and the step takes 1 ms more on
+the host.  **High**: rows of a request read its KV once, and the host adds 0.2 ms.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from sglang_pat.tools.commands import Parser, run
+from studies import gains
+from studies.modelled import Number, Roofline
+
+SIZES = (128, 512)
+"""Numbers of responses a round."""
+DRAFTERS: dict[str, dict[int, float]] = {
+    "itself": {2: 1.57, 4: 1.71, 8: 1.77},
+    "one sibling": {2: 1.67, 4: 1.86, 8: 1.95},
+    "trained": {4: 3.0},
+}
+"""Tokens a step by drafted tokens: measured on reasoning traces, with drafts from the response itself, and from a
+response of another model as well; assumed of a drafter that was trained (docs/results/speculation.md)."""
+BOUNDS = {"low": (1.0, 0.001), "high": (0.0, 0.0002)}
+"""Share of a request's KV that each further row reads again, and seconds that drafts, their sampling and a loop without
+overlap add to a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculatingTimes(Roofline):
+    """Seconds a token of each request, where steps check as many drafted tokens as pays.
+
+    Attributes:
+        gained: tokens a step by drafted tokens.
+        again: share of a request's KV that each further row reads again.
+        host_seconds: what a step that checks takes more.
+    """
+
+    gained: Mapping[int, float] = field(default_factory=dict)
+    again: float = 0.0
+    host_seconds: float = 0.0
+
+    def step_seconds(self, tp: int, batch: Number, tokens: Number) -> Number:
+        seconds = super().step_seconds(tp, batch, tokens)
+        for k, gained in self.gained.items():
+            checking = super().step_seconds(tp, batch * (k + 1), tokens * (1 + k * self.again)) + self.host_seconds
+            seconds = np.minimum(seconds, checking / gained)
+        return seconds
+
+
+@dataclass(frozen=True)
+class Speculate:
+    """Makes the times of a node those with a drafter, at one of :data:`BOUNDS`."""
+
+    drafter: str
+    bound: str
+
+    def __call__(self, times: Roofline) -> Roofline:
+        again, host = BOUNDS[self.bound]
+        return SpeculatingTimes(**vars(times), gained=DRAFTERS[self.drafter], again=again, host_seconds=host)
+
+
+def list_ways() -> dict[str, Speculate | None]:
+    """Ways to generate by name; None is without speculation."""
+    return {"plain": None} | {f"{name}, {bound}": Speculate(name, bound) for name in DRAFTERS for bound in BOUNDS}
+
+
+def list_rows(found: Mapping[str, gains.Found]) -> list[tuple[str, ...]]:
+    """Table: a row for each node, model and size; how many times as fast as the best static layout without speculation
+    each way is without switches, and with them."""
+    rows = []
+    for key, (_, plain) in found["plain"].items():
+        for size, gain in plain.items():
+            best = gain.static[gain.best]
+            cells = [f"{best:.1f} s (tp{gain.best})", f"{best / gain.adaptive:.2f}"]
+            for name in list(found)[1:]:
+                other = found[name][key][1][size]
+                cells.append(f"{best / other.static[other.best]:.2f} (tp{other.best}) / {best / other.adaptive:.2f}")
+            rows.append((*key, f"{size:,}", *cells))
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog="python -m studies.speculation", description="What speculation gains over a round (modelled).")
+    parser.add_argument("--quick", action="store_true", help="128 responses, one round")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
+    parser.add_argument("--rounds", type=int, default=2, help="of each setting (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="file for the table")
+    args = parser.parse_args(argv)
+    sizes, rounds = (SIZES[:1], 1) if args.quick else (SIZES, args.rounds)
+    tasks, ways = gains.plan(gains.LENGTHS, rounds, sizes, seed=0), list_ways()
+    of_way = [(name, replace(task, times=way) if way else task) for name, way in ways.items() for task in tasks]
+    with ProcessPoolExecutor(args.jobs) as pool:
+        results = pool.map(gains.study, [task for _, task in of_way])
+        done = list(track(results, "layouts", len(of_way), console=Console(stderr=True)))
+    found = {
+        name: gains.collect([one for (way, _), one in zip(of_way, done, strict=True) if way == name]) for name in ways
+    }
+    heads = ("node", "model", "responses", "best static, s", "switches", *list(ways)[1:])
+    table = Table(*heads, title="Times the speed of the best static layout: without switches / with them (modelled)")
+    for row in list_rows(found):
+        table.add_row(*row)
+    Console(highlight=False, width=220).print(table)
+    if args.json:
+        args.json.write_text(json.dumps([dict(zip(heads, row, strict=True)) for row in list_rows(found)], indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run("studies.speculation", main))
