@@ -80,4 +80,4 @@ mkdir "$work/site/project"
 tar c -C "$work/site" . | xz -9 -T0 >"$load"
 size=$(du -m "$load" | cut -f1)
 echo "$load: $size MB"
-[ "$size" -lt 60 ] || { echo "the load must stay below 60 MB"; exit 1; }
+[ "$size" -le 60 ] || { echo "the load must have 60 MB at most"; exit 1; }
