@@ -111,18 +111,20 @@ def count_accepted(groups: Sequence[Group], before: Sequence[Group] | None) -> l
     """A row for each source and number of drafted tokens."""
     rows = []
     for name in ("itself", "and its siblings", "and those of the last epoch")[: 2 + bool(before)]:
+        work: list[tuple[Group, list[int], Contexts]] = []
+        for number, group in enumerate(groups):
+            order = sorted(range(len(group.responses)), key=lambda i: len(group.responses[i]))
+            ended = [group.responses[i] for i in order[:-TAIL]] if name != "itself" else []
+            if before and "epoch" in name:
+                ended += before[number].responses
+            # A response begins after the end of the prompt.
+            work.append((group, order[-TAIL:], Contexts(group.prompt[-CONTEXT:] + response for response in ended)))
         for count in LENGTHS:
             steps: list[Step] = []
             pairs: list[tuple[float, float]] = []
-            for number, group in enumerate(groups):
-                order = sorted(range(len(group.responses)), key=lambda i: len(group.responses[i]))
-                ended = [group.responses[i] for i in order[:-TAIL]] if name != "itself" else []
-                if before and "epoch" in name:
-                    ended += before[number].responses
-                # A response begins after the end of the prompt.
-                sources = [Contexts(group.prompt[-CONTEXT:] + response for response in ended)]
-                for i in order[-TAIL:]:
-                    taken = replay(group.prompt, group.responses[i], sources, count)
+            for group, tail, source in work:
+                for i in tail:
+                    taken = replay(group.prompt, group.responses[i], [source], count)
                     pairs.append((mean(group.probabilities[i]), len(group.responses[i]) / len(taken)))
                     steps += taken
             rows.append(

@@ -14,7 +14,7 @@ import pytest
 from sglang_pat.testing.server import Server
 
 from .conftest import tell
-from .streams import check_idle, open_session, post, prompt
+from .streams import check_idle, open_session, post, prompt, switch
 from .weight_updates import A, B
 
 REQUESTS = int(os.environ.get("SGLANG_PAT_STORM", 10_000))
@@ -42,7 +42,7 @@ async def disturb(session: aiohttp.ClientSession, server: Server, dice: random.R
     """One of what an RL loop, or its user, does in the middle of a round."""
     kind = dice.choice(("switch", "switch", "switch", "pause", "retract", "update", "lend"))
     if kind == "switch":
-        await server.reconfigure_async(session, dice.choice((1, 2)))
+        await switch(server, session, dice.choice((1, 2)))
     elif kind == "lend":
         assert await post(session, server, "/pat/lend_ranks", {"stride": 2}) == 200
         assert await post(session, server, "/pat/take_back_ranks") == 200
