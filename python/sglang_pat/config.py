@@ -26,6 +26,8 @@ VARIABLE = "SGLANG_PAT"
 ``base_tp=1,policy=survival,…``."""
 MOST_STEPS = 1000
 """Most decode steps of a turn of the calibration."""
+MOST_DRAFTS, AUTO_DRAFTS = 16, 8
+"""Most drafts of a request in one decode step: that may be given, and that the engine chooses by itself."""
 
 
 def check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -62,6 +64,7 @@ class AdaptiveConfig:
     kv: str = "auto"
     kv_exchange: str = "direct"
     gpu_order: str = "rank"
+    speculate: str = "off"
     layouts: tuple[ParallelLayout, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,12 +82,29 @@ class AdaptiveConfig:
             raise ValueError(f"--pat-calibrate {self.calibrate}: must be 0 to {MOST_STEPS}")
         if self.switch_at < 1:
             raise ValueError(f"--pat-switch-at {self.switch_at}: must be at least 1")
+        self._check_speculation()
         degrees = self.degrees
         if degrees is None:
             degrees = choose_default_degrees(
                 [layout.tp for layout in list_candidate_layouts(self.base)], self.only_ends
             )
         object.__setattr__(self, "layouts", tuple(list_candidate_layouts(self.base, list(degrees))))
+
+    def _check_speculation(self) -> None:
+        if self.speculate == "auto" and self.profile is None:
+            raise ValueError(
+                "--pat-speculate auto needs a profile: give --pat-profile FILE (python -m profiler.sweep makes one) or "
+                f"a number of drafts, 1 to {MOST_DRAFTS}"
+            )
+        number = self.speculate
+        if number not in ("off", "auto") and not (number.isdecimal() and 1 <= int(number) <= MOST_DRAFTS):
+            raise ValueError(f"--pat-speculate {number!r}: give off, auto, or a number of drafts, 1 to {MOST_DRAFTS}")
+
+    @property
+    def most_drafts(self) -> int:
+        """Most drafts of a request in one decode step; 0 where nothing is drafted."""
+        named = {"off": 0, "auto": AUTO_DRAFTS}
+        return named[self.speculate] if self.speculate in named else int(self.speculate)
 
     @property
     def num_ranks(self) -> int:

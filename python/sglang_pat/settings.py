@@ -136,6 +136,12 @@ SETTINGS = (
         "How KV travels. direct: each rank takes its slices from the others' memory (CPU; elsewhere as alltoall). "
         "alltoall: through the process group. allgather: as in the PAT paper, to compare with.", choices=KV_EXCHANGES,
     ),
+    Setting(
+        "speculate", "off",
+        "Draft tokens from the prompt, the response and those to the same prompt, and check them in the decode step, "
+        "without a change of the output. N: up to N drafts a request in each step. auto: as many as pay by the profile "
+        "and by how many were right.", "off|auto|N",
+    ),
 )  # fmt: skip
 """The settings that have a flag.  The base layout is ``--tp`` and ``--dp`` there."""
 

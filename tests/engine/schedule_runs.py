@@ -32,11 +32,13 @@ class Outcome:
         outputs: token ids of each request, in the order of ``Schedule.requests``, each copy.
         records: records of the switches.
         degrees: those that the pacer saw.
+        drafts: how many drafts were checked, and how many were right.
     """
 
     outputs: list[list[list[int]]]
     records: list[dict]
     degrees: set[int]
+    drafts: Counter[str]
 
 
 def run(server: Server, schedule: Schedule, **extra) -> Outcome:
@@ -68,7 +70,11 @@ async def _run(server: Server, schedule: Schedule, extra: dict) -> Outcome:
         for record in records:
             assert not record["error"], record
     degrees = {tp for _, tp in answers[0]["meta_info"].get("tp_from_token", ())}
-    return Outcome([_outputs(answer) for answer in answers], records, degrees)
+    drafts: Counter[str] = Counter()
+    for copy in (copy for answer in answers for copy in (answer if isinstance(answer, list) else [answer])):
+        drafts["drafts checked"] += copy["meta_info"].get("spec_num_proposed_drafts", 0)
+        drafts["drafts right"] += copy["meta_info"].get("spec_num_correct_drafts", 0)
+    return Outcome([_outputs(answer) for answer in answers], records, degrees, drafts)
 
 
 def _outputs(answer: dict | list[dict]) -> list[list[int]]:
@@ -132,6 +138,7 @@ def compare(schedule: Schedule, outcome: Outcome, known: dict, stock, totals: To
     counts["with live requests"] += sum(record["requests"] > 0 for record in records)
     counts["requests moved with their KV"] += sum(record["migrated"] for record in records)
     counts["recomputed"] += sum(record["recomputed"] for record in records)
+    counts.update(outcome.drafts)
     for index, (request, copies) in enumerate(zip(schedule.requests, outcome.outputs, strict=True)):
         assert len(copies) == request.n, f"request {index} of seed {schedule.seed}: {len(copies)} of {request.n} copies"
         want = known[request.key]

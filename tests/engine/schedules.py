@@ -90,6 +90,7 @@ def make(
     max_prompt: int = 600,
     max_new_tokens: int = 100,
     strides: Sequence[int] = (),
+    repeats: float = 0.0,
 ) -> Schedule:
     """The schedule of ``seed`` and ``name``.
 
@@ -97,6 +98,7 @@ def make(
         max_batch: counts the copies of ``n > 1`` too.
         strides: with which ranks are lent, in half of the switches; those in between are of what is left, or take them
             back for a degree that needs all.
+        repeats: share of the requests that have the prompt of an earlier one.
     """
     rng = random.Random(f"{name} {seed}")
 
@@ -112,13 +114,15 @@ def make(
             prefix = rng.choice(prefixes)
             # Now and then the prefix alone: a prompt that another one contains.
             prompt = prefix if rng.random() < 0.15 else (prefix + prompt)[:max_prompt]
+        if repeats and requests and rng.random() < repeats:
+            prompt = rng.choice(requests).prompt
         n = rng.randint(2, min(4, budget)) if budget > 1 and rng.random() < 0.1 else 1
         new = 1 if rng.random() < 0.08 else rng.randint(1, max_new_tokens)
         return Request(prompt=prompt, max_new_tokens=new, n=n)
 
+    requests: list[Request] = []
     size = round(max_batch ** rng.random())
     pacer = Request(prompt=tokens(rng.randint(1, 40)), max_new_tokens=rng.randint(max_new_tokens, 2 * max_new_tokens))
-    requests: list[Request] = []
     while (left := size - 1 - sum(r.n for r in requests)) > 0:
         requests.append(request(left))
     waves = rng.randint(0, len(requests))

@@ -39,7 +39,7 @@ class Setup:
     max_total_tokens: int = 16384
     env: dict[str, str] | None = None
     as_on_cuda: bool = False
-    """``Servers.as_on_cuda``, without other flags."""
+    """``Servers.as_on_cuda``."""
     limits: dict[str, int] = field(default_factory=dict)
     """Options of :func:`schedules.make`."""
     lends: bool = False
@@ -55,12 +55,20 @@ class Setup:
 
 
 CHUNKED = ("--chunked-prefill-size", "128")
+REPEATED = dict(repeats=0.6)
+"""Responses to one prompt: one drafts from the other."""
 FEW = dict(max_batch=8, max_prompt=200, max_new_tokens=40)
 
 SETUPS = {
     "llama": Setup(model="llama-kv2", ranks=2, count=4),
     "llama-as-on-cuda": Setup(model="llama-kv2", ranks=2, count=3, as_on_cuda=True),
     "llama-recompute": Setup(model="llama-kv2", ranks=2, count=3, flags=("--pat-kv", "recompute")),
+    # Drafts are checked in each decode step, up to 128 rows.
+    "llama-drafts": Setup(model="llama-kv2", ranks=2, count=5, flags=("--pat-speculate", "4"), limits=REPEATED),
+    "llama-drafts-as-on-cuda": Setup(
+        model="llama-kv2", ranks=2, count=3, as_on_cuda=True, flags=("--pat-speculate", "3"), limits=REPEATED
+    ),
+    "flat-4-ranks-drafts": Setup(model="llama-flat", ranks=4, count=3, flags=(*CHUNKED, "--pat-speculate", "2"), limits=REPEATED),
     "flat-4-ranks": Setup(model="llama-flat", ranks=4, count=4, flags=CHUNKED),
     # Bias in q, k and v.  Six decoding requests a rank at most: some wait, and twelve do not fit after a merge.
     "qwen2": Setup(
@@ -106,6 +114,18 @@ SETUPS = {
     "qwen3-moe": Setup(model="qwen3_moe", ranks=2, count=20, stock=False, limits=FEW),
     "qwen2-moe": Setup(model="qwen2_moe", ranks=4, base=2, count=20, stock=False, limits=FEW),
     "mixtral": Setup(model="mixtral", ranks=4, count=20, flags=CHUNKED, limits=FEW),
+    "mixtral-drafts": Setup(
+        model="mixtral", ranks=4, count=4, flags=(*CHUNKED, "--pat-speculate", "4"), limits=FEW | REPEATED
+    ),
+    "qwen3-drafts": Setup(
+        model="qwen3",
+        ranks=2,
+        count=3,
+        max_total_tokens=1200,
+        flags=(*CHUNKED, "--schedule-conservativeness", "0.2", "--pat-speculate", "4"),
+        limits=REPEATED,
+        env={"SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "100"},
+    ),
     "mixtral-as-on-cuda": Setup(model="mixtral", ranks=2, count=3, as_on_cuda=True, limits=FEW, soak_only=True),
     "mixtral-pat": Setup(model="mixtral", ranks=2, count=2, flags=("--pat-weights", "reshard"), limits=FEW),
     "mistral": Setup(model="mistral", ranks=2, count=1, soak_only=True),
@@ -153,7 +173,7 @@ class Runner:
         setup = SETUPS[name]
         options = {} if setup.max_total_tokens == 16384 else {"max_total_tokens": setup.max_total_tokens}
         if setup.as_on_cuda:
-            return self.servers.as_on_cuda(make_model(setup.model), setup.ranks)
+            return self.servers.as_on_cuda(make_model(setup.model), setup.ranks, *setup.flags)
         return self.servers.adaptive(
             make_model(setup.model), setup.ranks // setup.base, *setup.flags, tp=setup.base, env=setup.env, **options
         )
@@ -180,6 +200,8 @@ class Runner:
         totals.counts["retracted"] = server.status()["retracted"]
         assert len(totals.ties) <= max(1, totals.counts["tokens compared"] * schedule_runs.TIES_PER_TOKEN)
         if seed == plan[name][-1]:
+            checked, right = totals.counts["drafts checked"], totals.counts["drafts right"]
+            assert checked > right > 0 if "--pat-speculate" in setup.flags else checked == 0
             tell(f"{name}: {totals}")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pat.host import adapter, kv
@@ -17,10 +18,13 @@ from sglang_pat.switch.transfer import upload
 
 __all__ = ["ScheduleBatch"]
 
+PROCESSED = GenerationBatchResult()
+"""Result of a step that has been processed already, in place of the step's own."""
+
 
 def make_decode_batch(scheduler: SglangScheduler, reqs: list[Req]) -> ScheduleBatch:
     """A batch about to decode, of requests whose KV is in place."""
-    batch = _make_batch(scheduler, reqs, scheduler.enable_overlap)
+    batch = make_batch(scheduler, reqs, scheduler.enable_overlap)
     lengths = [kv.count_kv(req) for req in reqs]
     lines = [kv.get_line(req) for req in reqs]
     numbers = [lines, lengths, [req.output_ids[-1] for req in reqs]]
@@ -46,7 +50,8 @@ def make_decode_batch(scheduler: SglangScheduler, reqs: list[Req]) -> ScheduleBa
     return batch
 
 
-def _make_batch(scheduler: SglangScheduler, reqs: list[Req], overlap: bool) -> ScheduleBatch:
+def make_batch(scheduler: SglangScheduler, reqs: list[Req], overlap: bool) -> ScheduleBatch:
+    """A batch of ``reqs`` in the scheduler's pools, of which nothing else is set."""
     return ScheduleBatch.init_new(
         reqs,
         scheduler.req_to_token_pool,
@@ -71,7 +76,7 @@ def make_prefill(scheduler: SglangScheduler, prompts: Sequence[list[int]]) -> Sc
     reqs = [Req(f"check {i}", "", adapter.requests.make_tokens(prompt), greedy) for i, prompt in enumerate(prompts)]
     for req in reqs:
         adapter.batches.compute_whole(req)
-    batch = _make_batch(scheduler, reqs, False)
+    batch = make_batch(scheduler, reqs, False)
     batch.prepare_for_extend()
     return batch
 

@@ -142,6 +142,12 @@ def count_kv(req: Req) -> int:
     return adapter.kv.get_record(req).kv_committed_len
 
 
+def add_committed(req: Req) -> None:
+    """Note that one token more of ``req``, which runs, has KV."""
+    record = adapter.kv.get_record(req)
+    assign(record, kv_committed_len=record.kv_committed_len + 1, kv_allocated_len=record.kv_allocated_len + 1)
+
+
 def get_line(req: Req) -> int | None:
     """The line of ``req`` in the table of running requests; None if it has none."""
     return adapter.kv.get_record(req).req_pool_idx

@@ -8,6 +8,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign
+from sglang_pat.host.batches import PROCESSED
 from sglang_pat.host.contract import SglangScheduler
 
 # -- the requests ------------------------------------------------------------------------------------------------------
@@ -35,6 +36,17 @@ def drain(scheduler: SglangScheduler) -> None:
     assign(scheduler.running_batch, batch_is_full=False)
     while scheduler.return_health_check_ipcs:
         scheduler.maybe_send_health_check_signal()
+
+
+def process_pending(scheduler: SglangScheduler) -> None:
+    """Process results that are to come, of steps that were launched ahead (overlap scheduling).
+
+    The loop pops one result for each: it gets ``PROCESSED`` in their place.
+    """
+    if scheduler.enable_overlap:
+        for number, (batch, result) in enumerate(scheduler.result_queue):
+            scheduler.result_queue[number] = batch, PROCESSED
+            scheduler.process_batch_result(batch, result)
 
 
 def drop_ended_batch(scheduler: SglangScheduler) -> None:
@@ -101,6 +113,12 @@ def count_decoding_tokens(scheduler: SglangScheduler) -> int:
     """Number of tokens that the next decode step attends to."""
     decoding = scheduler.running_batch
     return adapter.batches.count_attended(decoding) if decoding.reqs else 0
+
+
+def count_running(scheduler: SglangScheduler) -> int:
+    """Number of requests that run, with those that the last step has prefilled."""
+    last, running = scheduler.last_batch, scheduler.running_batch
+    return len(running.reqs) + (len(last.reqs) if last is not None and last is not running else 0)
 
 
 def get_chunked(scheduler: SglangScheduler) -> Req | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import zmq
@@ -17,6 +17,12 @@ from sglang_pat.host.assign import assign
 def list_names(output: Any) -> list[str]:
     """Names of the requests whose tokens are in ``output``; empty for one without tokens."""
     return (output.rids or []) if isinstance(output, BatchTokenIDOutput) else []
+
+
+def list_told(output: Any, reqs: Iterable[Req]) -> list[Req]:
+    """The requests whose tokens are in ``output``, which is about some of ``reqs``, in their order."""
+    remaining = iter(reqs)
+    return [next(req for req in remaining if req.rid == name) for name in list_names(output)]
 
 
 def add_info(output: BatchTokenIDOutput, key: str, values: list[Any]) -> None:

@@ -26,16 +26,18 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 from sglang_pat.checks import census, tokens
-from sglang_pat.host import adapter, groups, kv, memory, seeds, tree
+from sglang_pat.host import adapter, groups, kv, memory, outputs, seeds, tree, verify
 from sglang_pat.host.arguments import AdaptiveServerArgs
 from sglang_pat.host.assign import assigned
+from sglang_pat.host.batches import PROCESSED
 from sglang_pat.host.controls import SINGLES
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import Cancel, Compile, InjectPrefixes, Prepare, StepPermit, Switch, TraceQuery
-from sglang_pat.rank import degrees
+from sglang_pat.rank import degrees, speculation
 from sglang_pat.rank.layouts import Layouts
 from sglang_pat.rank.load_reports import LoadReporter, StepTrace, register
 from sglang_pat.rank.output_check import check_outputs
+from sglang_pat.rank.speculation import Speculation
 from sglang_pat.rank.step_gate import StepGate
 from sglang_pat.switch.executor import SwitchExecutor
 from sglang_pat.switch.grammars import CompiledGrammars
@@ -71,6 +73,7 @@ class AdaptiveScheduler(RankScheduler):
         self.base_capacity = self.max_total_num_tokens
         self.layouts = Layouts(self.tp_worker)
         self.grammars = CompiledGrammars(self.grammar_manager.grammar_backend)
+        self.speculation = Speculation(self)
         self.executor = SwitchExecutor(self)
         self.executor.warm_up()
         check_outputs(self)
@@ -139,6 +142,7 @@ class AdaptiveScheduler(RankScheduler):
         # switch neither holds by itself.  For a seed from (seed, switch, group) nothing has to be sent.
         seeds.set_seed((self.random_seed + 7919 * layout.group_of(self.rank) + 104729 * epoch) % (1 << 31))
         self.load.reset_for_new_group()
+        self.speculation.forget()
 
     def clear_pools(self) -> None:
         kv.clear_pools(self)
@@ -165,6 +169,7 @@ class AdaptiveScheduler(RankScheduler):
         with assigned(self, max_total_num_tokens=self.base_capacity):
             super().init_req_max_new_tokens(req)
         register(req)
+        speculation.begin(req)
         degrees.begin(req, groups.get_place(self)[1])
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
@@ -207,10 +212,18 @@ class AdaptiveScheduler(RankScheduler):
         if self.is_leader:
             self.load.record_finished_requests(reqs)
         self.output.reqs = reqs
+        self.speculation.record_ended(reqs)
+
+    def describe_output(self, output: Any, reqs: list[Req]) -> None:
+        """Add to an output about some of ``reqs``, in their order, what their clients get in ``meta_info``."""
+        if told := outputs.list_told(output, reqs):
+            degrees.add_degrees_to_output(output, told)
+            self.speculation.add_drafts_to_output(output, told)
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
-        super().process_batch_result(batch, result)
-        self.trace.end(self)
+        if result is not PROCESSED:
+            super().process_batch_result(batch, result)
+            self.trace.end(self)
 
     def flush_cache(self, empty_cache: bool = True) -> bool:
         success = super().flush_cache(empty_cache)
@@ -221,6 +234,16 @@ class AdaptiveScheduler(RankScheduler):
         return success
 
     def run_batch(self, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:
+        drafts = self.speculation.draft(batch)
+        checked = verify.check(self, batch, drafts, self._run_step) if drafts else None
+        if checked is None:
+            return self._run_step(batch, *args, **kwargs)
+        self.speculation.record(checked)
+        verify.process(self, checked, super().process_batch_result)
+        self.trace.end(self)
+        return PROCESSED
+
+    def _run_step(self, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:
         self.trace.begin(batch)
         self.gate.record_step(batch.forward_mode.is_decode())
         result = super().run_batch(batch, *args, **kwargs)
@@ -235,6 +258,7 @@ class AdaptiveScheduler(RankScheduler):
         finally:
             # After a failure as well: some of the weights may have changed, and no rank may count differently.
             self.layouts.weight_version += 1
+            self.speculation.forget()
 
     def report_release(self) -> None:
         if self.rank == 0 and self.layouts.device == "cuda":

@@ -6,11 +6,10 @@ A user who sees trainer and engine disagree about a token can ask whether switch
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from sglang_pat.host import outputs
-from sglang_pat.host.requests import Req, count_output, get_name
+from sglang_pat.host.requests import Req, count_output
 
 KEY = "tp_from_token"
 """Key of ``meta_info``."""
@@ -39,9 +38,6 @@ def end(req: Req) -> None:
     req.pat_degrees = tuple(pair for pair in req.pat_degrees if pair[0] < length)
 
 
-def add_degrees_to_output(output: Any, reqs: Iterable[Req]) -> None:
-    """Add the degrees to an output about some of ``reqs``, in their order."""
-    if rids := outputs.list_names(output):
-        remaining = iter(reqs)
-        told = [next(req for req in remaining if get_name(req) == rid).pat_degrees for rid in rids]
-        outputs.add_info(output, KEY, told)
+def add_degrees_to_output(output: Any, told: list[Req]) -> None:
+    """Add the degrees to an output about the requests ``told``."""
+    outputs.add_info(output, KEY, [req.pat_degrees for req in told])

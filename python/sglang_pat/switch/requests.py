@@ -21,6 +21,7 @@ from sglang_pat.host.requests import Req
 from sglang_pat.layout import ParallelLayout, needs_capsules
 from sglang_pat.messages import NO_KV, Grammar
 from sglang_pat.rank.degrees import Degrees
+from sglang_pat.rank.speculation import Drafts
 from sglang_pat.switch import plan
 from sglang_pat.switch.grammars import list_needed_grammars
 from sglang_pat.switch.transfer import download
@@ -126,6 +127,7 @@ class Capsule:
         ending: whether it ends with its next step, as it was aborted.
         compiling: whether it waits for its grammar; ``constrained``: whether it has one, which may be to come.
         degrees: TP degrees that generated its tokens (``rank/degrees.py``).
+        drafts: how many were drafted (``rank/speculation.py``).
     """
 
     sealed: bytes
@@ -136,6 +138,7 @@ class Capsule:
     compiling: bool
     constrained: bool
     degrees: Degrees
+    drafts: Drafts
 
 
 def pickle_request(req: Req) -> bytes:
@@ -164,6 +167,7 @@ def serialize_request(req: Req) -> Capsule:
         compiling=grammars.is_compiling(req),
         constrained=grammars.get_grammar(req) is not None,
         degrees=req.pat_degrees,
+        drafts=req.pat_drafts,
     )
 
 
@@ -175,7 +179,7 @@ def restore_state(req: Req, capsule: Capsule) -> None:
             # Those that were sent keep their places, by which SGLang finds the others.
             state[name] = [None] * logprobs.sent + logprobs.entries
     host.write_state(req, capsule.output, state, capsule.times)
-    req.pat_degrees = capsule.degrees
+    req.pat_degrees, req.pat_drafts = capsule.degrees, capsule.drafts
 
 
 def rebuild_request(scheduler: SwitchingScheduler, capsule: Capsule, held_grammar: Any | None = None) -> Req:

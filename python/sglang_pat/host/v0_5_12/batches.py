@@ -26,6 +26,11 @@ def count_attended(batch: ScheduleBatch) -> int:
     return int(batch.seq_lens_sum or 0)
 
 
+def add_attended(batch: ScheduleBatch, tokens: int) -> None:
+    """Note that a decode step of ``batch`` attends to so many ``tokens`` more."""
+    assign(batch, seq_lens_sum=batch.seq_lens_sum + tokens)
+
+
 def compute_whole(req: Req) -> None:
     """Have the whole prompt of ``req`` computed, in one piece."""
     assign(req, fill_ids=req.origin_input_ids)

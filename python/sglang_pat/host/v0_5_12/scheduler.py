@@ -29,9 +29,9 @@ from sglang_pat.host.fixes.weight_updates import RECAPTURE_REFUSED
 from sglang_pat.host.outputs import ControlSender, RpcRelay
 from sglang_pat.host.v0_5_12.mended_scheduler import MendedScheduler
 from sglang_pat.host.v0_5_12.runner import AdaptiveTpModelWorker
-from sglang_pat.rank import degrees
 from sglang_pat.rank.channels import RankChannel
 from sglang_pat.rank.layouts import Layouts
+from sglang_pat.rank.speculation import Speculation
 from sglang_pat.switch.order import OutputSender
 
 
@@ -42,13 +42,14 @@ class RankScheduler(MendedScheduler):
     channel_address: str
     folder: Path
     layouts: Layouts
+    speculation: Speculation
 
     # -- construction: SGLang's own steps, with our channels and worker ------------------------
 
     def init_ipc_channels(self, port_args: PortArgs) -> None:
         super().init_ipc_channels(port_args)
         self.channel = RankChannel(zmq.Context.instance(), self.channel_address, self.rank)
-        self.output = OutputSender(self.send_to_detokenizer, self.rank, degrees.add_degrees_to_output)
+        self.output = OutputSender(self.send_to_detokenizer, self.rank, self.describe_output)
         self._control = ControlSender(self.channel.send_sglang, self.end_waiting)
         self._silent = SenderWrapper(None)
         self._idle_sleeper = self.idle_sleeper
@@ -85,6 +86,7 @@ class RankScheduler(MendedScheduler):
             return super().get_new_batch_prefill()
 
     def get_next_batch_to_run(self) -> ScheduleBatch | None:
+        self.speculation.settle()
         batch = super().get_next_batch_to_run()
         self.report_next(batch)
         return batch

@@ -28,6 +28,11 @@ def count_attended(batch: ScheduleBatch) -> int:
     return 0 if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu.sum())
 
 
+def add_attended(batch: ScheduleBatch, tokens: int) -> None:
+    """Note that a decode step of ``batch`` attends to more ``tokens``: SGLang sums lengths up in the step."""
+    assign(batch, seq_lens_sum=None)
+
+
 def compute_whole(req: Req) -> None:
     """Have the whole prompt of ``req`` computed, in one piece."""
     req.refresh_fill_ids()

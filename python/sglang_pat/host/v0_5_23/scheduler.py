@@ -26,8 +26,8 @@ from sglang_pat.host.outputs import ControlSender, RpcRelay
 from sglang_pat.host.v0_5_23 import profiler
 from sglang_pat.host.v0_5_23.mended_scheduler import MendedScheduler
 from sglang_pat.host.v0_5_23.runner import AdaptiveTpModelWorker
-from sglang_pat.rank import degrees
 from sglang_pat.rank.channels import RankChannel
+from sglang_pat.rank.speculation import Speculation
 from sglang_pat.switch.order import OutputSender
 
 
@@ -53,6 +53,7 @@ class RankScheduler(MendedScheduler):
     rank: int
     channel_address: str
     folder: Path
+    speculation: Speculation
 
     def __init__(self, **kwargs: Any) -> None:
         with assigned(bootstrap, init_parallel_runtime=self._join_world):
@@ -76,7 +77,7 @@ class RankScheduler(MendedScheduler):
         assign(self, load_snapshot_writer=None)  # nobody reads it: the coordinator reports the load
         self.channel = RankChannel(zmq.Context.instance(), self.channel_address, self.rank)
         channels = self._sockets = self.ipc_channels
-        self.output = OutputSender(channels.send_to_detokenizer, self.rank, degrees.add_degrees_to_output)
+        self.output = OutputSender(channels.send_to_detokenizer, self.rank, self.describe_output)
         control = ControlSender(self.channel.send_sglang, self.end_waiting)
         self._senders = LeaderSender(self.output), LeaderSender(control)
         changed: dict[str, Any] = dict(zip(("send_to_detokenizer", "send_to_tokenizer"), self._senders, strict=True))
@@ -118,6 +119,7 @@ class RankScheduler(MendedScheduler):
             return super().get_new_batch_prefill(running_batch)
 
     def get_next_batch_to_run(self, *args: Any, **named: Any) -> NextBatchPlan:
+        self.speculation.settle()
         plan = super().get_next_batch_to_run(*args, **named)
         with assigned(self, running_batch=plan.running_batch):  # the loop has not been told yet
             self.report_next(plan.batch_to_run)

@@ -1,0 +1,221 @@
+"""A decode step that checks drafted tokens: a request has one row more for each of its drafts.
+
+Row 0 gets the request's last token, row 1 the first draft, and so on; each attends to the request's KV and to the rows
+before it, as if the drafts had been generated.  Each row is sampled as a plain step would sample it.  A row's token
+counts if all drafts up to this row are the tokens that were sampled: so greedy output is that of plain decoding, and
+any other has its distribution.
+
+To SGLang it is a decode step of a larger batch: samplers, attention back ends and decode graphs are the same.  Its
+results are processed token by token, as if there had been several steps, and the KV of what is left over is freed.
+Nothing is pending afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.mem_cache.common import evict_from_tree_cache
+
+from sglang_pat.host import adapter, kv
+from sglang_pat.host.assign import assign
+from sglang_pat.host.batches import make_batch
+from sglang_pat.host.contract import SglangScheduler
+from sglang_pat.host.fixes import penalties
+from sglang_pat.switch.transfer import upload
+
+ROWS = (
+    "next_token_logprobs", "next_token_top_logprobs_val", "next_token_top_logprobs_idx",
+    "next_token_token_ids_logprobs_val", "next_token_token_ids_logprobs_idx", "hidden_states",
+)  # fmt: skip
+"""Fields of SGLang's ``LogitsProcessorOutput`` with an entry for each row of a step."""
+
+
+def count_allowed(req: Req) -> int:
+    """Most drafts that ``req`` may have.
+
+    None where a token changes how the next one is sampled: the rows of a step are sampled all at once.
+    """
+    params = req.sampling_params
+    penalized = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1
+    waits = params.min_new_tokens > len(req.output_ids)
+    special = req.custom_logit_processor is not None or getattr(req, "return_sampling_mask", False)
+    if penalized or waits or special or req.grammar is not None or req.finished():
+        return 0
+    return params.max_new_tokens - len(req.output_ids) - 1
+
+
+def can_verify(batch: ScheduleBatch) -> bool:
+    """Whether requests of ``batch``, which is about to run, may have drafts."""
+    return batch.forward_mode.is_decode() and not batch.has_grammar
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A step that has been run and is to be processed (:func:`process`).
+
+    Attributes:
+        step: its batch, with a row for each draft, too; ``result``: SGLang's of it.
+        reqs, drafts: the requests, and the drafts of each.
+        slots: KV slots of the drafts, int64 ``[drafts of all requests]``.
+        right: number of drafts of each request that were right.
+    """
+
+    step: ScheduleBatch
+    result: Any
+    reqs: list[Req]
+    drafts: Sequence[Sequence[int]]
+    slots: torch.Tensor
+    right: list[int]
+
+
+def check(
+    scheduler: SglangScheduler,
+    batch: ScheduleBatch,
+    drafts: Sequence[Sequence[int]],
+    forward: Callable[[ScheduleBatch], Any],
+) -> Checked | None:
+    """Run one step of ``batch`` that checks ``drafts``, after which the batch is as far as those that were right.
+
+    Args:
+        batch: about to decode.
+        drafts: tokens for each request, none for some.
+        forward: runs a batch.
+
+    Returns:
+        What is to be processed; None, and nothing has been done, if there is no KV for all drafts.
+    """
+    slots = _take_slots(scheduler, sum(map(len, drafts)))
+    if slots is None:
+        return None
+    step = _expand(scheduler, batch, drafts, slots)
+    result = forward(step)
+    if result.copy_done is not None:
+        result.copy_done.synchronize()
+    sampled = iter(result.next_token_ids.tolist())
+    tokens = [[next(sampled) for _ in range(len(drafted) + 1)] for drafted in drafts]
+    right = [_count_right(drafted, row) for drafted, row in zip(drafts, tokens, strict=True)]
+    _advance(scheduler, batch, right, [row[count] for row, count in zip(tokens, right, strict=True)])
+    return Checked(step, result, batch.reqs, drafts, slots, right)
+
+
+def _count_right(drafted: Sequence[int], sampled: Sequence[int]) -> int:
+    for count, (draft, token) in enumerate(zip(drafted, sampled, strict=False)):
+        if draft != token:
+            return count
+    return len(drafted)
+
+
+def _take_slots(scheduler: SglangScheduler, count: int) -> torch.Tensor | None:
+    """KV slots for ``count`` drafts, int64 ``[count]``; None if there are not so many."""
+    evict_from_tree_cache(scheduler.tree_cache, count)
+    return scheduler.token_to_kv_pool_allocator.alloc(count)
+
+
+def _expand(
+    scheduler: SglangScheduler, batch: ScheduleBatch, drafts: Sequence[Sequence[int]], slots: torch.Tensor
+) -> ScheduleBatch:
+    """The step's batch, with the rows of each request one after the other; its drafts get ``slots``."""
+    device = batch.device
+    counts = [len(drafted) + 1 for drafted in drafts]
+    reqs = [req for req, count in zip(batch.reqs, counts, strict=True) for _ in range(count)]
+    behind = [j for count in counts for j in range(count)]
+    lines = [kv.get_line(req) for req in reqs]
+    lengths = [kv.count_kv(req) + j for req, j in zip(reqs, behind, strict=True)]
+    tokens = [token for req, row in zip(batch.reqs, drafts, strict=True) for token in (req.output_ids[-1], *row)]
+    places, seq_lens, last = upload([lines, lengths, tokens], torch.int64, device).unbind()
+    drafted = upload([j > 0 for j in behind], torch.bool, device)
+    where = torch.empty_like(places)
+    where[~drafted], where[drafted] = batch.out_cache_loc.to(torch.int64), slots
+    scheduler.req_to_token_pool.write((places[drafted], seq_lens[drafted] - 1), slots.to(torch.int32))
+    step = make_batch(scheduler, reqs, scheduler.enable_overlap)
+    adapter.batches.set_places(step, places, lines)
+    assign(
+        step,
+        forward_mode=batch.forward_mode,
+        input_ids=last,
+        out_cache_loc=where.to(batch.out_cache_loc.dtype),
+        seq_lens=seq_lens,
+        seq_lens_cpu=torch.tensor(lengths, dtype=torch.int64),
+        orig_seq_lens=seq_lens.to(torch.int32),
+        seq_lens_sum=sum(lengths),
+        multimodal_inputs=[None] * len(reqs),
+    )
+    if step.return_logprob:
+        for name in ("top_logprobs_nums", "token_ids_logprobs"):
+            given = getattr(batch, name)
+            if given is not None:
+                repeated = [value for value, count in zip(given, counts, strict=True) for _ in range(count)]
+                assign(step, **{name: repeated})
+    assign(step, sampling_info=penalties.make_sampling_info(step, decode=False))
+    return step
+
+
+def _advance(scheduler: SglangScheduler, batch: ScheduleBatch, right: Sequence[int], last: Sequence[int]) -> None:
+    """Have ``batch`` go on after its ``last`` tokens, with as many more tokens of KV as drafts were ``right``."""
+    more, tokens = upload([right, last], torch.int64, batch.device).unbind()
+    assign(
+        batch,
+        seq_lens=batch.seq_lens + more,
+        seq_lens_cpu=batch.seq_lens_cpu + torch.tensor(right, dtype=torch.int64),
+        orig_seq_lens=batch.orig_seq_lens + more.to(batch.orig_seq_lens.dtype),
+    )
+    adapter.batches.add_attended(batch, sum(right))
+    adapter.batches.set_last_tokens(scheduler, batch, tokens)
+
+
+def process(scheduler: SglangScheduler, checked: Checked, process_step: Callable[[ScheduleBatch, Any], None]) -> None:
+    """Process the first token of each request, then the second of those that have one and go on, and so on.
+
+    Args:
+        process_step: processes the results of a plain step.
+    """
+    reqs, first, behind = checked.reqs, [], 0
+    for drafted in checked.drafts:
+        first.append(behind)
+        behind += len(drafted) + 1
+    used = [0] * len(reqs)
+    for row in range(max(checked.right) + 1):
+        chosen = [i for i, req in enumerate(reqs) if checked.right[i] >= row and not req.finished()]
+        if not chosen:
+            break
+        part = checked.step.copy()
+        assign(part, reqs=[reqs[i] for i in chosen])
+        for i in chosen:
+            used[i] = row + 1
+            if row:
+                kv.add_committed(reqs[i])
+        process_step(part, _select_rows(checked.result, [first[i] + row for i in chosen], row == 0))
+    _free_unused(scheduler, checked, used)
+
+
+def _select_rows(result: Any, rows: list[int], whole: bool) -> Any:
+    """What ``result`` has of these ``rows``; what it has of the ``whole`` step goes with one of the parts."""
+    given: LogitsProcessorOutput | None = result.logits_output
+    if given is not None:
+        named = {name: value for name in ROWS if (value := getattr(given, name)) is not None}
+        given = dataclasses.replace(given, **{name: _select(value, rows) for name, value in named.items()})
+    output = result.routed_experts_output if whole else None
+    ids = _select(result.next_token_ids, rows)
+    return dataclasses.replace(result, logits_output=given, next_token_ids=ids, routed_experts_output=output)
+
+
+def _select(values: Any, rows: list[int]) -> Any:
+    if isinstance(values, torch.Tensor):
+        return values[torch.tensor(rows, device=values.device)]
+    return [values[row] for row in rows] if values else values
+
+
+def _free_unused(scheduler: SglangScheduler, checked: Checked, used: Sequence[int]) -> None:
+    """Free the slots of all drafts but those whose rows are ``used``, which are the requests' own now."""
+    unused, at = [], 0
+    for drafted, rows in zip(checked.drafts, used, strict=True):
+        unused += range(at + max(rows - 1, 0), at + len(drafted))
+        at += len(drafted)
+    if unused:
+        scheduler.token_to_kv_pool_allocator.free(checked.slots[upload(unused, torch.int64, checked.slots.device)])
