@@ -21,7 +21,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pat.host import adapter
 from sglang_pat.host.requests import LOGPROBS
-from sglang_pat.rank import degrees
+from sglang_pat.rank import degrees, speculation
 from sglang_pat.switch import requests
 from sglang_pat.switch.install import _Slots
 
@@ -39,6 +39,7 @@ def request(rid: str = "r", prompt: tuple[int, ...] = (5, 6, 7), **options) -> R
     made.pat_request = SimpleNamespace(input_ids=made.origin_input_ids)
     made.pat_prompt, made.pat_sealed = array("I", prompt), None
     degrees.begin(made, tp=1)
+    speculation.begin(made)
     return made
 
 
@@ -212,6 +213,7 @@ def path(node) -> list:
 def test_which_degree_generated_which_tokens():
     req = request()
     degrees.begin(req, tp=1)
+    speculation.begin(req)
     degrees.record_degree(req, tp=2)
     assert req.pat_degrees == ((0, 2),), "nothing was generated before"
     req.output_ids = adapter.requests.make_tokens([11, 12, 13])

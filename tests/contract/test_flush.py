@@ -84,6 +84,7 @@ class Rank(AdaptiveScheduler):
         self.dropped = None
         self.reports: list[LoadReport] = []
         self.channel = SimpleNamespace(send=self.reports.append)
+        self.speculation = Mock()
         self.load, self.trace = LoadReporter(self), SimpleNamespace(idle=lambda: None)
         self.session_controller = SimpleNamespace(maybe_reap=lambda now: None)
         self.policy = SimpleNamespace(calc_priority=self._admits)

@@ -149,7 +149,7 @@ def test_a_request_is_sealed_once():
 
     from sglang_pat.host import adapter
     from sglang_pat.host.requests import unseal
-    from sglang_pat.rank import degrees
+    from sglang_pat.rank import degrees, speculation
     from sglang_pat.switch import requests
 
     params, make_tokens = SamplingParams(temperature=0.5), adapter.requests.make_tokens
@@ -161,6 +161,7 @@ def test_a_request_is_sealed_once():
     req = Req("r", "text", given.input_ids, params)
     req.pat_request, req.pat_prompt, req.pat_sealed = given, array("I", given.input_ids), None
     degrees.begin(req, tp=1)
+    speculation.begin(req)
     req.output_ids = make_tokens([1, 2])
     capsule = requests.serialize_request(req)
     assert list(given.input_ids) == [5, 6, 70_000]

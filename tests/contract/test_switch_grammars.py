@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from sglang_pat.host import grammars as host
 from sglang_pat.messages import Grammar
-from sglang_pat.rank import degrees
+from sglang_pat.rank import degrees, speculation
 from sglang_pat.switch import grammars as switch_grammars
 from sglang_pat.switch import requests
 from sglang_pat.switch.grammars import CompiledGrammars
@@ -60,6 +60,7 @@ def request(grammar=None, **params) -> Req:
     req.pat_request, req.pat_prompt, req.grammar = SimpleNamespace(input_ids=None), array("I", [5, 6]), grammar
     req.pat_sealed = None
     degrees.begin(req, tp=1)
+    speculation.begin(req)
     return req
 
 

@@ -51,7 +51,7 @@ step and after every switch; no switch makes what should have been made at start
 
 SIDES = {
     "llama": (
-        "agreement attributes smoke control sglang_routes features same_tokens rollout rehearsal requests hostile "
+        "agreement attributes smoke control sglang_routes drafts features same_tokens rollout rehearsal requests hostile "
         "commands python_api cramped threshold lending attach policies flags faults"
     ).split(),
     "others": (

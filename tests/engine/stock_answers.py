@@ -131,10 +131,15 @@ def two_best(server: Server, request: Body) -> list[Any]:
 
 
 def check_answer(stock: Stock, stream: Stream, name: str) -> None:
-    answer, wanted = stream.answer, stock.expected[name]
     if name in features.LIVE:
         assert len(stream.switched_at) >= 2, f"{name} ended too early to see a switch up and one down"
-    if not stock.same(answer, wanted, stock.bodies[name], f"{name}; switches soon after {stream.switched_at}"):
+    check_whole(stock, stream.answer, name, f"switches soon after {stream.switched_at}")
+
+
+def check_whole(stock: Stock, answer: dict[str, Any], name: str, where: str = "") -> None:
+    """Assert that all of this answer is stock's to the request ``name``."""
+    wanted = stock.expected[name]
+    if not stock.same(answer, wanted, stock.bodies[name], f"{name}; {where}"):
         return
     assert answer["text"] == wanted["text"]
     assert answer["meta_info"]["finish_reason"] == wanted["meta_info"]["finish_reason"]

@@ -68,7 +68,9 @@ SETUPS = {
     "llama-drafts-as-on-cuda": Setup(
         model="llama-kv2", ranks=2, count=3, as_on_cuda=True, flags=("--pat-speculate", "3"), limits=REPEATED
     ),
-    "flat-4-ranks-drafts": Setup(model="llama-flat", ranks=4, count=3, flags=(*CHUNKED, "--pat-speculate", "2"), limits=REPEATED),
+    "flat-4-ranks-drafts": Setup(
+        model="llama-flat", ranks=4, count=3, flags=(*CHUNKED, "--pat-speculate", "2"), limits=REPEATED
+    ),
     "flat-4-ranks": Setup(model="llama-flat", ranks=4, count=4, flags=CHUNKED),
     # Bias in q, k and v.  Six decoding requests a rank at most: some wait, and twelve do not fit after a merge.
     "qwen2": Setup(

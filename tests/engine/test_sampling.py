@@ -79,37 +79,50 @@ def test_distribution_of_the_next_token(adaptive, exact, tp):
     assert_distribution([counts[token] for token in range(503)], exact, f"first token at tp {tp}")
 
 
-def test_distribution_in_mid_generation(adaptive, stock):
-    """Tokens drawn before, between and after switches, against the exact distribution of each step.
+def count_places(
+    stock, prompts: list[list[int]], outputs: list[list[int]], rng: random.Random, temperature: float = 1.0
+) -> list[int]:
+    """Number of tokens that lie in each twentieth of their distribution, by the stock server.
 
     A token drawn from a distribution lies, on the scale of its cumulative probabilities (best token
     first), at a uniform place; those of all steps are independent.
+
+    Args:
+        temperature: up to 1; below it tokens behind the best forty are taken to have no share.
     """
+    scored = stock.generate(
+        [
+            body(prompt + output, 1)
+            | {"return_logprob": True, "logprob_start_len": len(prompt) - 1, "top_logprobs_num": 24 if temperature == 1 else 40}
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ]
+    )
+    cells = [0] * 20
+    for output, score in zip(outputs, scored, strict=True):
+        # The first entry is the last token of the prompt.
+        best = score["meta_info"]["input_top_logprobs"][1:]
+        for token, entries in zip(output, best, strict=True):
+            low, high = 0.0, None
+            whole = 1.0 if temperature == 1 else sum(math.exp(logprob / temperature) for logprob, *_ in entries)
+            for logprob, other, _ in entries:
+                share = math.exp(logprob / temperature) / whole
+                if other == token:
+                    high = low + share
+                    break
+                low += share
+            place = rng.uniform(low, 1.0 if high is None else high)
+            cells[min(int(place * len(cells)), len(cells) - 1)] += 1
+    return cells
+
+
+def test_distribution_in_mid_generation(adaptive, stock):
+    """Tokens drawn before, between and after switches, against the exact distribution of each step."""
     rng = random.Random(1)
     prompts = [[*PROMPT, 5 + i] for i in range(24)]
     bodies = [body(prompt, 120) for prompt in prompts]
     answers, records = through(adaptive, bodies, {20: 2, 45: 4, 70: 1, 95: 2})
     assert [record["requests"] for record in records] == [len(bodies)] * 4
-    scored = stock.generate(
-        [
-            body(prompt + answer["output_ids"], 1)
-            | {"return_logprob": True, "logprob_start_len": len(prompt) - 1, "top_logprobs_num": 24}
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ]
-    )
-    cells = [0] * 20
-    for answer, score in zip(answers, scored, strict=True):
-        # The first entry is the last token of the prompt.
-        best = score["meta_info"]["input_top_logprobs"][1:]
-        for token, entries in zip(answer["output_ids"], best, strict=True):
-            low, high = 0.0, None
-            for logprob, other, _ in entries:
-                if other == token:
-                    high = low + math.exp(logprob)
-                    break
-                low += math.exp(logprob)
-            place = rng.uniform(low, 1.0 if high is None else high)
-            cells[min(int(place * len(cells)), len(cells) - 1)] += 1
+    cells = count_places(stock, prompts, [answer["output_ids"] for answer in answers], rng)
     assert sum(cells) == 24 * 120
     assert_distribution(cells, [1 / len(cells)] * len(cells), "tokens of 24 requests through four switches")
 

@@ -34,6 +34,11 @@ def count_prompt(req: Req) -> int:
     return len(req.origin_input_ids)
 
 
+def get_prompt(req: Req) -> Sequence[int]:
+    """Token ids of the prompt."""
+    return req.origin_input_ids
+
+
 def count_output(req: Req) -> int:
     """Number of tokens generated so far."""
     return len(req.output_ids)

@@ -73,7 +73,7 @@ class AdaptiveScheduler(RankScheduler):
         self.base_capacity = self.max_total_num_tokens
         self.layouts = Layouts(self.tp_worker)
         self.grammars = CompiledGrammars(self.grammar_manager.grammar_backend)
-        self.speculation = Speculation(self)
+        self.speculation = Speculation(self, server_args.spec.profile)
         self.executor = SwitchExecutor(self)
         self.executor.warm_up()
         check_outputs(self)

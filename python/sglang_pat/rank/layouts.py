@@ -162,13 +162,15 @@ class Layouts:
         group = self.groups.get_tp_group(layout)
         groups.set_runner_group(self.worker, self.runner, group, layout.tp_rank(self.rank), layout.tp)
 
+    def get_largest_graph(self) -> int | None:
+        """Number of requests of the largest CUDA graph of the layout in force; None if it has no graphs."""
+        return max(self._get_graph_sizes(self.current.layout.tp)) if self.current.has_graphs else None
+
     def log_missing_graph(self, batch: int) -> None:
         """Log, once for each layout, that a decode step of ``batch`` requests is larger than the layout's graphs."""
         tp = self.current.layout.tp
-        if not self.current.has_graphs or tp in self._said_without_graph:
-            return
-        largest = max(self._get_graph_sizes(tp))
-        if batch <= largest:
+        largest = self.get_largest_graph()
+        if largest is None or batch <= largest or tp in self._said_without_graph:
             return
         self._said_without_graph.add(tp)
         logger.warning(

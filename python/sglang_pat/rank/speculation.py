@@ -13,17 +13,15 @@ from sglang_pat.host import requests as host
 from sglang_pat.host.batches import ScheduleBatch
 from sglang_pat.host.requests import Req
 from sglang_pat.predict.predictor import Predictor
-from sglang_pat.speculate.acceptance import Acceptance, choose_count
+from sglang_pat.predict.profile import Profile
+from sglang_pat.speculate.acceptance import KEYS, Acceptance, choose_count
 from sglang_pat.speculate.drafter import Drafter
 
 if TYPE_CHECKING:
     from sglang_pat.switch.scheduler import SwitchingScheduler
 
-KEYS = ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")
-"""Keys of ``meta_info``, SGLang's names: steps of the request that checked drafts, drafts, and those that were right."""
-
 Drafts = tuple[int, int, int]
-"""Values of :data:`KEYS`."""
+"""Values of ``KEYS`` (``speculate/acceptance.py``)."""
 
 MOST_ROWS = 128
 """Most rows of a step with drafts: requests, and drafts of all of them."""
@@ -41,15 +39,14 @@ class Speculation:
         most: most drafts of a request in one step; 0 for none at all.
     """
 
-    def __init__(self, scheduler: SwitchingScheduler) -> None:
+    def __init__(self, scheduler: SwitchingScheduler, profile: Profile | None) -> None:
         self._scheduler = scheduler
         self.most = scheduler.adaptive.most_drafts
         self._predictor = None
         if scheduler.adaptive.speculate == "auto":
-            profile = scheduler.server_args.spec.profile
             assert profile is not None, "the configuration has checked it"
             self._predictor = Predictor(profile)
-        self._drafter = Drafter()
+        self._drafter, self._settled = Drafter(), False
         self._acceptance = Acceptance(self.most)
 
     def forget(self) -> None:
@@ -61,16 +58,18 @@ class Speculation:
         """Take in those of ``reqs`` that have ended, for their siblings."""
         for req in reqs if self.most else ():
             if host.has_ended(req):
-                self._drafter.end(req.pat_family, host.get_name(req), req.origin_input_ids, host.get_output(req))
+                self._drafter.end(req.pat_family, host.get_name(req), host.get_prompt(req), host.get_output(req))
 
     def settle(self) -> None:
-        """Before a step is chosen: process results that are to come if it may have drafts, which go on from there."""
-        if self.most and loop.count_running(self._scheduler) * 2 <= MOST_ROWS:
+        """Process results that are to come before a step is chosen that may have drafts, which go on from there."""
+        self._settled = self.most > 0 and loop.count_running(self._scheduler) * 2 <= self._count_rows()
+        if self._settled:
             loop.process_pending(self._scheduler)
 
     def draft(self, batch: ScheduleBatch) -> list[list[int]]:
-        """Drafts for each request of ``batch``, which is about to run; empty if it is a plain step."""
-        if not self.most or not verify.can_verify(batch):
+        """Drafts for each request of ``batch``, which is about to run; none at all if it is a plain step."""
+        # Where results are to come, nobody knows yet what the drafts would follow.
+        if not self._settled or not verify.can_verify(batch):
             return []
         reqs = batches.list_batch(batch)
         count = self._choose_count(batch, len(reqs))
@@ -81,18 +80,23 @@ class Speculation:
         return drafts
 
     def _choose_count(self, batch: ScheduleBatch, requests: int) -> int:
-        most = min(self.most, MOST_ROWS // requests - 1)
+        most = min(self.most, self._count_rows() // requests - 1)
         if self._predictor is None or most < 1:
             return max(most, 0)
         tp, tokens = self._scheduler.layouts.layout.tp, batches.count_step_tokens(batch)
         return choose_count(self._predictor, self._acceptance, tp, requests, tokens, most)
+
+    def _count_rows(self) -> int:
+        """Most rows of a step: attention back ends have room for as many as may run, graphs for those captured."""
+        graph = self._scheduler.layouts.get_largest_graph() or MOST_ROWS
+        return min(MOST_ROWS, graph, loop.get_max_running(self._scheduler))
 
     def _draft(self, req: Req, count: int) -> list[int]:
         output = host.get_output(req)
         count = min(count, verify.count_allowed(req))
         if count < 1:
             return []
-        return self._drafter.draft(req.pat_family, host.get_name(req), req.origin_input_ids, output, count)
+        return self._drafter.draft(req.pat_family, host.get_name(req), host.get_prompt(req), output, count)
 
     def record(self, checked: verify.Checked) -> None:
         """Note how many drafts of each request were right, before their tokens go out."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from sglang_pat.predict.predictor import StepPredictor
 
+KEYS = ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")
+"""Keys of ``meta_info``, by SGLang's names: number of steps that checked drafts, of drafts, and of right drafts."""
+
 KEPT = 0.98
 """Share of what was counted that a step with drafts leaves of it: some fifty steps count."""
 BEGIN = 0.5

@@ -25,11 +25,7 @@ Place = tuple[list[int], int]
 
 
 class _Family:
-    """The texts of one prompt: the prompt itself with the first response, and the other responses.
-
-    Attributes:
-        size: number of tokens, with those that wait.
-    """
+    """The texts of one prompt: the prompt itself with the first response, and the other responses."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, ...], list[Place]] = {}
@@ -37,7 +33,11 @@ class _Family:
         """Text of each response as far as it was taken in, and the tokens of the prompt with which it begins."""
         self._ended: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
         """Prompt and output of responses that have ended and are not whole in their text."""
-        self.size = 0
+
+    def count_tokens(self) -> int:
+        """Number of tokens, with those that wait to be taken in."""
+        ended = sum(len(output) for _, output in self._ended.values())
+        return ended + sum(len(text) for text, _ in self._texts.values())
 
     def take_in(self, name: str, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Take in what is new of the response ``name``, and of those that have ended, as far as one call goes."""
@@ -64,7 +64,6 @@ class _Family:
                     places.append((text, len(text)))
                     del places[:-PLACES]
             text.append(token)
-        self.size += len(new)
         return most - len(new)
 
     def end(self, name: str, prompt: Sequence[int], output: Sequence[int]) -> None:
@@ -100,7 +99,7 @@ class Drafter:
 
     def __init__(self) -> None:
         self._families: dict[int, _Family] = {}
-        """By the number of the prompt, the one used last at the end."""
+        """Texts by the number of their prompt, those used last at the end."""
 
     def draft(self, family: int, name: str, prompt: Sequence[int], output: Sequence[int], count: int) -> list[int]:
         """The tokens, ``count`` at most, that are expected next.
@@ -127,7 +126,7 @@ class Drafter:
         new = family not in self._families
         found = self._families[family] = self._families.pop(family, None) or _Family()
         if new:
-            while len(self._families) > 1 and sum(each.size for each in self._families.values()) > MOST_TOKENS:
+            while len(self._families) > 1 and sum(each.count_tokens() for each in self._families.values()) > MOST_TOKENS:
                 del self._families[next(iter(self._families))]
         return found
 

@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 from sglang.srt.distributed import bootstrap
 from sglang.srt.layers.dp_attention import initialize_dp_attention
-from sglang.srt.managers.schedule_batch import NextBatchPlan, ScheduleBatch
+from sglang.srt.managers.schedule_batch import NextBatchPlan, Req, ScheduleBatch
 from sglang.srt.observability.metrics_collector import SchedulerStats
 from sglang.srt.runtime_context import get_device, get_exec, get_observability, get_parallel
 from sglang.srt.server_args import PortArgs
@@ -22,6 +22,7 @@ from sglang_pat.config import AdaptiveConfig
 from sglang_pat.host import requests as host
 from sglang_pat.host import runner
 from sglang_pat.host.assign import assign, assigned
+from sglang_pat.host.batches import PROCESSED
 from sglang_pat.host.outputs import ControlSender, RpcRelay
 from sglang_pat.host.v0_5_23 import profiler
 from sglang_pat.host.v0_5_23.mended_scheduler import MendedScheduler
@@ -124,6 +125,11 @@ class RankScheduler(MendedScheduler):
         with assigned(self, running_batch=plan.running_batch):  # the loop has not been told yet
             self.report_next(plan.batch_to_run)
         return plan
+
+    def _reqs_finishing_inflight(self, batch: ScheduleBatch) -> list[Req]:
+        # Of a step that was processed at once nothing is to come.
+        processed = bool(self.result_queue) and self.result_queue[0][1] is PROCESSED
+        return [] if processed else super()._reqs_finishing_inflight(batch)
 
     def lead(self, leads: bool) -> None:
         """Become the leader of the group that was entered, or one of its followers."""

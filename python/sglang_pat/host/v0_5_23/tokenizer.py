@@ -17,6 +17,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sglang_pat.host.v0_5_23.controls import MarkableRequest
 from sglang_pat.rank import degrees
+from sglang_pat.speculate.acceptance import KEYS
 
 IN_SESSION = (UpdateWeightsFromTensorReqInput, UpdateWeightsFromDistributedReqInput)
 """Updates that ranks take between the beginning and the end of a session only."""
@@ -67,7 +68,7 @@ class StockTokenizerManager(TokenizerManager):
         self, meta_info: dict, state: Any, customized_info: dict, index: int, finish_reason: dict | None
     ) -> None:
         """Add to what a client gets of its request; SGLang takes each value for one of the tokens since the last."""
-        whole = customized_info.keys() & {degrees.KEY}
+        whole = customized_info.keys() & {degrees.KEY, *KEYS}
         others = {key: values for key, values in customized_info.items() if key not in whole}
         super().update_request_meta_info(meta_info, state, others, index, finish_reason)
         meta_info.update({key: customized_info[key][index] for key in whole})

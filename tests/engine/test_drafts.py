@@ -1,0 +1,141 @@
+"""Drafts change nothing of what comes out (``--pat-speculate``), but the number of steps that it takes.
+
+A prompt is sent twice: the second response is drafted from the first.  Random schedules of switches with drafts are in
+``test_same_tokens.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+
+from sglang_pat.testing import models
+from sglang_pat.testing.server import Server
+
+from .conftest import MODELS
+from .features import PENALISED
+from .stock_answers import check_whole
+from .streams import body, check_idle, hold, prompt, tokens
+from .test_routed_experts import FLAG, ask, check_same
+from .test_sampling import assert_distribution, count_places
+
+DRAFTS = 4
+FLAGS = ("--pat-speculate", str(DRAFTS), "--enable-metrics")
+ONE_BY_ONE = PENALISED | {"regex", "json_schema"}
+"""Features with which a token changes how the next one is sampled: nothing is drafted."""
+
+
+@pytest.fixture(params=["plain", "as on CUDA"])
+def server(request, servers, llama) -> Server:
+    """Two ranks, with either of SGLang's event loops."""
+    return servers.adaptive(llama, 2, *FLAGS) if request.param == "plain" else servers.as_on_cuda(llama, 2, *FLAGS)
+
+
+def count(answer: dict, what: str) -> int:
+    return answer["meta_info"][f"spec_{what}"]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_known_response_takes_few_steps(server, stock, tp):
+    server.reconfigure(tp)
+    asked = body(30 + tp, 100)
+    first, *others = [server.generate([asked])[0] for _ in range(3)]
+    assert tokens(others) == [first["output_ids"]] * 2
+    for answer in others:
+        proposed, right = count(answer, "num_proposed_drafts"), count(answer, "num_correct_drafts")
+        assert 75 <= right <= proposed <= DRAFTS * count(answer, "verify_ct")
+        # Nothing is known of what comes before the first token; the last one needs no draft.
+        assert 100 // (DRAFTS + 1) <= count(answer, "verify_ct") <= 26
+    check_idle(server)
+
+
+@pytest.mark.parametrize("kind", ["plain", "as on CUDA"])
+def test_features_are_those_of_stock(servers, llama, stock, kind):
+    """Every feature of generation, twice: the second time its tokens are known."""
+    server = servers.adaptive(llama, 2, *FLAGS) if kind == "plain" else servers.as_on_cuda(llama, 2, *FLAGS)
+    names = [name for name in stock.bodies if kind == "plain" or name not in PENALISED]
+    for turn in range(2):
+        # All at once: requests that have drafts beside others that have none.
+        answers = dict(zip(names, server.generate([stock.bodies[name] for name in names]), strict=True))
+        for name, answer in answers.items():
+            check_whole(stock, answer, name)
+            if name in ONE_BY_ONE:
+                assert count(answer, "num_proposed_drafts") == 0, name
+    (again,) = server.generate([stock.bodies["plain"]])
+    check_whole(stock, again, "plain")
+    assert count(again, "num_correct_drafts") > again["meta_info"]["completion_tokens"] / 2
+    check_idle(server)
+
+
+def test_a_stop_in_the_middle_of_right_drafts(server, stock):
+    """What comes after it was checked in the same step, and nobody gets to see it."""
+    whole = body(40, 60)
+    server.generate([whole])
+    (known,) = server.generate([whole])
+    for end in range(30, 36):
+        token = known["output_ids"][end]
+        at = known["output_ids"].index(token)
+        stop = body(40, 60, stop_token_ids=[token], ignore_eos=False, return_logprob=True)
+        (answer,) = server.generate([stop])
+        assert answer["output_ids"] == known["output_ids"][: at + 1]
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": token}
+        assert len(answer["meta_info"]["output_token_logprobs"]) == answer["meta_info"]["completion_tokens"] == at + 1
+    check_idle(server)
+
+
+def test_hidden_states_of_accepted_drafts(servers, llama):
+    server = servers.adaptive(llama, 2, *FLAGS, "--enable-return-hidden-states")
+    asked = body(41, 40) | {"return_hidden_states": True}
+    server.post("/flush_cache")
+    first, second = server.generate([asked])[0], server.generate([asked | {"input_ids": asked["input_ids"]}])[0]
+    assert count(second, "num_correct_drafts") > 20
+    plain, drafted = (answer["meta_info"]["hidden_states"][-39:] for answer in (first, second))
+    assert np.allclose(np.array(plain), np.array(drafted), atol=1e-4)
+
+
+def test_routed_experts_of_accepted_drafts(servers):
+    model = models.make_random("qwen3_moe", MODELS / "qwen3_moe")
+    server = servers.adaptive(model, 2, FLAG, *FLAGS, "--chunked-prefill-size", "64", "--disable-radix-cache")
+    bodies = [ask(seed, 60) for seed in range(3)]
+    first = server.generate(bodies)
+    assert all(count(answer, "num_correct_drafts") < 10 for answer in first)
+    second = server.generate(bodies)
+    assert all(count(answer, "num_correct_drafts") > 30 for answer in second)
+    check_same(second, first)
+    check_idle(server)
+
+
+def test_distribution_of_accepted_tokens(servers, llama):
+    """Chi-square test of tokens of which many were drafted from other responses to their prompts."""
+    server, rng = servers.adaptive(llama, 2, *FLAGS), random.Random(1)
+    prompts = [prompt(seed) for seed in range(6)]
+    bodies = [body(seed, 100, temperature=0.5, n=8) for seed in range(6)]
+    server.generate(bodies)
+    answers = [copy for copies in server.generate(bodies) for copy in copies]
+    right, tokens_out = (sum(count(a, "num_correct_drafts") for a in answers), 100 * len(answers))
+    assert right > 0.1 * tokens_out, f"{right} of {tokens_out}"
+    outputs = [answer["output_ids"] for answer in answers]
+    cells = count_places(servers.stock(llama), [p for p in prompts for _ in range(8)], outputs, rng, 0.5)
+    assert_distribution(cells, [1 / len(cells)] * len(cells), f"{tokens_out} tokens, {right} of them drafted")
+
+
+async def test_an_update_a_pause_and_an_abort_find_plain_requests(server, session):
+    """They come between two steps; what was known of the old weights is forgotten."""
+    bodies = [body(seed, 80) for seed in (50, 51)]
+    wanted = tokens(await asyncio.to_thread(server.generate, bodies))
+    work = await hold(server, session, bodies, step=4)
+    for path, data in (("/pause_generation", {"mode": "in_place"}), ("/continue_generation", {})):
+        async with session.post(server.url + path, json=data) as response:
+            assert response.status == 200, await response.text()
+    extra = asyncio.ensure_future(server.generate_one(session, body(52, 3000, rid="gone")))
+    await server.set_schedule(session, {"arrived": 1, "step": 3, "hold": True})
+    await server.wait_for_schedule(session)
+    async with session.post(server.url + "/abort_request", json={"rid": "gone"}) as response:
+        assert response.status == 200
+    await server.set_schedule(session)
+    assert tokens([await one for one in work]) == wanted
+    assert (await extra)["meta_info"]["finish_reason"]["type"] == "abort"
+    await asyncio.to_thread(check_idle, server)
