@@ -413,6 +413,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         rounds: names of the rounds that they belong to.
         finished: responses that ended since the last report.
         decoded: decode steps since the last report.
+        drafts: steps with drafts, drafts and right ones since the last report.
     """
 
     rank: int
@@ -431,6 +432,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     finished: list[Finished] = []
     kv_totals: dict[int, int] = {}
     decoded: Decoded = Decoded()
+    drafts: tuple[int, int, int] = (0, 0, 0)
 
 
 class StatusQuery(msgspec.Struct, frozen=True, tag=True, kw_only=True):

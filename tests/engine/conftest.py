@@ -51,8 +51,8 @@ step and after every switch; no switch makes what should have been made at start
 
 SIDES = {
     "llama": (
-        "agreement attributes smoke control sglang_routes drafts features same_tokens rollout rehearsal requests hostile "
-        "commands python_api cramped threshold lending attach policies flags faults"
+        "agreement attributes smoke control sglang_routes drafts features same_tokens rollout rehearsal requests "
+        "hostile commands python_api cramped threshold lending attach policies flags faults"
     ).split(),
     "others": (
         "profiler mixtures sampling same_numbers same_tokens experts routed_experts overrides weights weights_refused "

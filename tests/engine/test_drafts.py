@@ -18,9 +18,10 @@ from sglang_pat.testing.server import Server
 from .conftest import MODELS
 from .features import PENALISED
 from .stock_answers import check_whole
-from .streams import body, check_idle, hold, prompt, tokens
+from .streams import body, check_idle, hold, post, prompt, tokens
 from .test_routed_experts import FLAG, ask, check_same
 from .test_sampling import assert_distribution, count_places
+from .weight_updates import check_success, make_body, update_from_disk
 
 DRAFTS = 4
 FLAGS = ("--pat-speculate", str(DRAFTS), "--enable-metrics")
@@ -57,7 +58,7 @@ def test_features_are_those_of_stock(servers, llama, stock, kind):
     """Every feature of generation, twice: the second time its tokens are known."""
     server = servers.adaptive(llama, 2, *FLAGS) if kind == "plain" else servers.as_on_cuda(llama, 2, *FLAGS)
     names = [name for name in stock.bodies if kind == "plain" or name not in PENALISED]
-    for turn in range(2):
+    for _ in range(2):
         # All at once: requests that have drafts beside others that have none.
         answers = dict(zip(names, server.generate([stock.bodies[name] for name in names]), strict=True))
         for name, answer in answers.items():
@@ -122,8 +123,8 @@ def test_distribution_of_accepted_tokens(servers, llama):
     assert_distribution(cells, [1 / len(cells)] * len(cells), f"{drawn} tokens, {right} of them drafted")
 
 
-async def test_an_update_a_pause_and_an_abort_find_plain_requests(server, session):
-    """They come between two steps; what was known of the old weights is forgotten."""
+async def test_a_pause_and_an_abort_find_plain_requests(server, session):
+    """Requests that are held between two steps, while others come and go."""
     bodies = [body(seed, 80) for seed in (50, 51)]
     wanted = tokens(await asyncio.to_thread(server.generate, bodies))
     work = await hold(server, session, bodies, step=4)
@@ -138,4 +139,25 @@ async def test_an_update_a_pause_and_an_abort_find_plain_requests(server, sessio
     await server.set_schedule(session)
     assert tokens([await one for one in work]) == wanted
     assert (await extra)["meta_info"]["finish_reason"]["type"] == "abort"
+    await asyncio.to_thread(check_idle, server)
+
+
+async def test_an_update_in_the_middle_of_right_drafts(servers, marker, session):
+    """Drafts of the old weights' token are checked with the new weights, and are wrong."""
+    old, new = 100, 200
+    server = servers.adaptive(marker(old), 2, *FLAGS)
+    update_from_disk(server, marker, old)  # another test may have been here
+    (before,) = server.generate([make_body(50, 60)])
+    assert set(before["output_ids"]) == {old} and count(before, "num_correct_drafts") > 30
+    # Four steps give some twenty tokens.
+    work = await hold(server, session, [make_body(50 + i, 200) for i in range(4)], step=4)
+    assert await post(session, server, "/pause_generation", {"mode": "retract"}) == 200
+    await server.set_schedule(session)
+    check_success(await asyncio.to_thread(update_from_disk, server, marker, new, flush_cache=True))
+    assert await post(session, server, "/continue_generation", {}) == 200
+    for answer in await asyncio.gather(*work):
+        ids = answer["output_ids"]
+        changed = ids.index(new)
+        assert 5 <= changed <= 21 and ids == [old] * changed + [new] * (200 - changed)
+        assert count(answer, "num_correct_drafts") > 100
     await asyncio.to_thread(check_idle, server)

@@ -90,10 +90,11 @@ def count_places(
     Args:
         temperature: up to 1; below it tokens behind the best forty are taken to have no share.
     """
+    best_of = 24 if temperature == 1 else 40
     scored = stock.generate(
         [
             body(prompt + output, 1)
-            | {"return_logprob": True, "logprob_start_len": len(prompt) - 1, "top_logprobs_num": 24 if temperature == 1 else 40}
+            | {"return_logprob": True, "logprob_start_len": len(prompt) - 1, "top_logprobs_num": best_of}
             for prompt, output in zip(prompts, outputs, strict=True)
         ]
     )

@@ -120,7 +120,7 @@ class Steps:
 def accept(right: int, steps: int = 300, drafts: int = 8, requests: int = 4) -> Acceptance:
     acceptance = Acceptance(AUTO_DRAFTS)
     for _ in range(steps):
-        acceptance.record([drafts] * requests, [right] * requests)
+        acceptance.record(drafts, [right] * requests)
     return acceptance
 
 
@@ -129,9 +129,9 @@ def test_tokens_of_a_step():
     assert tokens[:4] == pytest.approx([1, 2, 3, 4], abs=0.02) and tokens[8] == pytest.approx(4, abs=0.03)
     mixed = Acceptance(4)
     for _ in range(400):
-        mixed.record([4, 4, 2, 0], [4, 0, 1, 0])
-    # The first draft is right for two of three; then the second for one of two; then both of one.
-    assert mixed.compute_tokens(4) == pytest.approx([1, 5 / 3, 2, 7 / 3, 8 / 3], abs=0.03)
+        mixed.record(4, [4, 0, 1, 0])
+    # The first draft is right for two of four; then the second for one of two; then both of one.
+    assert mixed.compute_tokens(4) == pytest.approx([1, 1.5, 1.75, 2, 2.25], abs=0.03)
 
 
 def choose(acceptance: Acceptance, steps: Steps | None = None, requests: int = 4, most: int = 8) -> int:
@@ -164,7 +164,7 @@ def test_now_and_then_a_draft_is_tried():
         assert choose(acceptance) == 0
         acceptance.record_plain()
     assert choose(acceptance) == 1
-    acceptance.record([1], [0])
+    acceptance.record(1, [0])
     assert choose(acceptance) == 0
 
 

@@ -55,6 +55,7 @@ class LoadReporter:
         """Number of generation requests taken from the input socket so far."""
         self.retracted = 0
         """Number of requests put back into the queue for want of KV since the last report, while this rank led."""
+        self._drafts = (0, 0, 0)
         self._finished: list[Finished] = []
         self._decoded: list[Step] = []
         """Decode steps since the last report that followed another one."""
@@ -87,6 +88,11 @@ class LoadReporter:
     def record_decode_step(self, step: Step) -> None:
         """Record a decode step that followed another one."""
         self._decoded.append(step)
+
+    def record_drafts(self, checked: int, right: int) -> None:
+        """Record a step that checked so many drafts."""
+        steps, before, right_before = self._drafts
+        self._drafts = steps + 1, before + checked, right_before + right
 
     def report_if_due(self, batch: ScheduleBatch | None) -> None:
         """Report if due.  ``batch`` is about to run."""
@@ -137,9 +143,10 @@ class LoadReporter:
                 finished=self._finished,
                 kv_totals=scheduler.layouts.kv_totals,
                 decoded=_sum_steps(self._decoded),
+                drafts=self._drafts,
             )
         )
-        self._finished, self.retracted, self._decoded = [], 0, []
+        self._finished, self.retracted, self._decoded, self._drafts = [], 0, [], (0, 0, 0)
 
 
 def _sum_steps(steps: list[Step]) -> Decoded:

@@ -46,7 +46,7 @@ class Speculation:
         if scheduler.adaptive.speculate == "auto":
             assert profile is not None, "the configuration has checked it"
             self._predictor = Predictor(profile)
-        self._drafter, self._settled = Drafter(), False
+        self._drafter, self._asked = Drafter(), 0
         self._acceptance = Acceptance(self.most)
 
     def forget(self) -> None:
@@ -61,30 +61,40 @@ class Speculation:
                 self._drafter.end(req.pat_family, host.get_name(req), host.get_prompt(req), host.get_output(req))
 
     def settle(self) -> None:
-        """Process results that are to come before a step is chosen that may have drafts, which go on from there."""
-        self._settled = self.most > 0 and loop.count_running(self._scheduler) * 2 <= self._count_rows()
-        if self._settled:
+        """Choose how many drafts a request is to have in the next step.
+
+        If any, results that are to come are processed first: the drafts follow them.
+        """
+        self._asked = self._choose_count() if self.most else 0
+        if self._asked:
             loop.process_pending(self._scheduler)
+
+    def _choose_count(self) -> int:
+        requests = loop.count_running(self._scheduler)
+        most = self._fit(requests)
+        if self._predictor is None or not most:
+            return most
+        tp, tokens = self._scheduler.layouts.layout.tp, loop.count_decoding_tokens(self._scheduler)
+        count = choose_count(self._predictor, self._acceptance, tp, requests, tokens, most)
+        if not count:
+            self._acceptance.record_plain()
+        return count
+
+    def _fit(self, requests: int) -> int:
+        """Most drafts of each of so many ``requests``, 0 for none."""
+        return max(min(self.most, self._count_rows() // requests - 1), 0) if requests else 0
 
     def draft(self, batch: ScheduleBatch) -> list[list[int]]:
         """Drafts for each request of ``batch``, which is about to run; none at all if it is a plain step."""
-        # Where results are to come, nobody knows yet what the drafts would follow.
-        if not self._settled or not verify.can_verify(batch):
+        if not self._asked or not verify.can_verify(batch):
             return []
         reqs = batches.list_batch(batch)
-        count = self._choose_count(batch, len(reqs))
+        count = min(self._asked, self._fit(len(reqs)))
         drafts = [self._draft(req, count) for req in reqs] if count else []
         if not any(drafts):
-            self._acceptance.record_plain()
+            self._acceptance.record(count, [0] * len(reqs))
             return []
         return drafts
-
-    def _choose_count(self, batch: ScheduleBatch, requests: int) -> int:
-        most = min(self.most, self._count_rows() // requests - 1)
-        if self._predictor is None or most < 1:
-            return max(most, 0)
-        tp, tokens = self._scheduler.layouts.layout.tp, batches.count_step_tokens(batch)
-        return choose_count(self._predictor, self._acceptance, tp, requests, tokens, most)
 
     def _count_rows(self) -> int:
         """Most rows of a step: attention back ends have room for as many as may run, graphs for those captured."""
@@ -100,7 +110,9 @@ class Speculation:
 
     def record(self, checked: verify.Checked) -> None:
         """Note how many drafts of each request were right, before their tokens go out."""
-        self._acceptance.record([len(drafted) for drafted in checked.drafts], checked.right)
+        self._acceptance.record(max(map(len, checked.drafts)), checked.right)
+        if self._scheduler.is_leader:
+            self._scheduler.load.record_drafts(sum(map(len, checked.drafts)), sum(checked.right))
         for req, drafted, right in zip(checked.reqs, checked.drafts, checked.right, strict=True):
             steps, proposed, correct = req.pat_drafts
             req.pat_drafts = steps + bool(drafted), proposed + len(drafted), correct + right

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sglang_pat.predict.predictor import StepPredictor
 
 KEYS = ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")
@@ -24,17 +26,18 @@ class Acceptance:
         self._checked, self._right = [1.0] * most, [BEGIN] * most
         self._plain = 0
 
-    def record(self, drafts: list[int], right: list[int]) -> None:
-        """Note a step: number of ``drafts`` of each request, and how many of them were ``right``."""
+    def record(self, asked: int, right: Sequence[int]) -> None:
+        """Note a step in which each request was to have ``asked`` drafts, and how many of them were ``right``.
+
+        A draft that was not found, or not allowed, was not right.
+        """
         self._plain = 0
-        for place in range(max(drafts, default=0)):
-            checked = sum(drafted > place and count >= place for drafted, count in zip(drafts, right, strict=True))
-            if checked:
-                self._checked[place] = KEPT * self._checked[place] + checked
-                self._right[place] = KEPT * self._right[place] + sum(count > place for count in right)
+        for place in range(asked):
+            self._checked[place] = KEPT * self._checked[place] + sum(count >= place for count in right)
+            self._right[place] = KEPT * self._right[place] + sum(count > place for count in right)
 
     def record_plain(self) -> None:
-        """Note a step without drafts that might have had some."""
+        """Note a step for which no drafts were asked."""
         self._plain += 1
 
     @property

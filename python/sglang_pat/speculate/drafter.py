@@ -126,7 +126,9 @@ class Drafter:
         new = family not in self._families
         found = self._families[family] = self._families.pop(family, None) or _Family()
         if new:
-            while len(self._families) > 1 and sum(each.count_tokens() for each in self._families.values()) > MOST_TOKENS:
+            while (
+                len(self._families) > 1 and sum(each.count_tokens() for each in self._families.values()) > MOST_TOKENS
+            ):
                 del self._families[next(iter(self._families))]
         return found
 
