@@ -147,7 +147,7 @@ async def test_an_update_in_the_middle_of_right_drafts(servers, marker, session)
     old, new = 100, 200
     server = servers.adaptive(marker(old), 2, *FLAGS)
     update_from_disk(server, marker, old)  # another test may have been here
-    (before,) = server.generate([make_body(50, 60)])
+    (before,) = await asyncio.to_thread(server.generate, [make_body(50, 60)])
     assert set(before["output_ids"]) == {old} and count(before, "num_correct_drafts") > 30
     # Four steps give some twenty tokens.
     work = await hold(server, session, [make_body(50 + i, 200) for i in range(4)], step=4)
