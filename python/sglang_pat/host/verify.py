@@ -99,12 +99,13 @@ def check(
         result.copy_done.synchronize()
     sampled = iter(result.next_token_ids.tolist())
     tokens = [[next(sampled) for _ in range(len(drafted) + 1)] for drafted in drafts]
-    right = [_count_right(drafted, row) for drafted, row in zip(drafts, tokens, strict=True)]
+    right = [count_right(drafted, row) for drafted, row in zip(drafts, tokens, strict=True)]
     _advance(scheduler, batch, right, [row[count] for row, count in zip(tokens, right, strict=True)])
     return Checked(step, result, batch.reqs, drafts, slots, right)
 
 
-def _count_right(drafted: Sequence[int], sampled: Sequence[int]) -> int:
+def count_right(drafted: Sequence[int], sampled: Sequence[int]) -> int:
+    """Number of the first ``drafted`` tokens that are those ``sampled`` in their rows."""
     for count, (draft, token) in enumerate(zip(drafted, sampled, strict=False)):
         if draft != token:
             return count
@@ -190,16 +191,18 @@ def process(scheduler: SglangScheduler, checked: Checked, process_step: Callable
             used[i] = row + 1
             if row:
                 kv.add_committed(reqs[i])
-        process_step(part, _select_rows(checked.result, [first[i] + row for i in chosen], row == 0))
+        process_step(part, select_rows(checked.result, [first[i] + row for i in chosen], row == 0))
     _free_unused(scheduler, checked, used)
 
 
-def _select_rows(result: Any, rows: list[int], whole: bool) -> Any:
+def select_rows(result: Any, rows: list[int], whole: bool) -> Any:
     """What ``result`` has of these ``rows``; what it has of the ``whole`` step goes with one of the parts."""
     given: LogitsProcessorOutput | None = result.logits_output
     if given is not None:
-        named = {name: value for name in ROWS if (value := getattr(given, name)) is not None}
-        given = dataclasses.replace(given, **{name: _select(value, rows) for name, value in named.items()})
+        named = {name: _select(value, rows) for name in ROWS if (value := getattr(given, name)) is not None}
+        if given.customized_info:
+            named["customized_info"] = {key: _select(values, rows) for key, values in given.customized_info.items()}
+        given = dataclasses.replace(given, **named)
     output = result.routed_experts_output if whole else None
     ids = _select(result.next_token_ids, rows)
     return dataclasses.replace(result, logits_output=given, next_token_ids=ids, routed_experts_output=output)
