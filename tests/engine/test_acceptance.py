@@ -16,7 +16,8 @@ from sglang_pat.acceptance import answers, bench, cli, steps
 from .conftest import count_start, tell
 
 BARS = {
-    "check-machine", "judge", "start", "endurance", "same-tokens-of-experts", "same-tokens", "steady", "lent-ranks",
+    "check-machine", "judge", "start", "endurance", "same-tokens-of-experts", "same-tokens", "steady", "drafts",
+    "lent-ranks",
     "real-model", "sweep",
 }  # fmt: skip
 """Steps with a bar that holds on a CPU too; the others say what they measured."""
@@ -43,8 +44,9 @@ def accept(servers, tmp_path, monkeypatch):
 
 
 def test_on_a_cpu(accept, llama, monkeypatch):
-    # Ours twice, PAT's way, a mixture, ours again, bfloat16, the real model, the profiler's, one with a policy.
-    for _ in range(9):
+    # Ours twice, PAT's way, a mixture, ours again, with drafts, ours, bfloat16, the real model, the profiler's, and one
+    # with a policy.
+    for _ in range(11):
         count_start()
     monkeypatch.setitem(answers.MAKERS, answers.SMOLLM2, lambda: llama)
     monkeypatch.setattr(answers, "WORD", "")  # which is in every answer

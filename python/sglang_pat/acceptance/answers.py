@@ -26,6 +26,8 @@ ROUTED = "--enable-return-routed-experts"
 FREED_SHARE = 0.9
 """Share of a lent rank's weights and KV by which the free memory of its GPU must grow.  Graphs and groups stay."""
 SWITCHES, UPDATES = 20, 2
+DRAFTS = 4
+"""Drafts of a request in a step."""
 QUESTIONS = 4
 """Number of questions to the real model, the first of ``tools.prompts``."""
 QUESTION, WORD = "What is the capital of France?", "Paris"
@@ -114,6 +116,35 @@ def _compare_tokens(bench: Bench, model: Path, *flags: str) -> Result:
         fine &= alike and all(all(one) for one in routes.values())
         line += f"; routed experts: {said}"
     return Result(verdict="passed" if fine and moved else "failed", line=line)
+
+
+def drafts(bench: Bench) -> Result:
+    """float32: greedy tokens are equal with drafts, which are right the second time; and how long both ways take."""
+    prompts, tokens, seconds = bench.make_prompts(4, 40), bench.count_answer_tokens(4), {}
+    plain = bench.start_exact_engine(bench.small)
+    degrees = read_degrees(plain)
+    wanted = {tp: _time_greedy(plain, prompts, tokens, tp) for tp in degrees}
+    worker = bench.start_exact_engine(bench.small, "--pat-speculate", str(DRAFTS))
+    outputs = {"plain": wanted[degrees[0]][0]}
+    for tp in degrees:
+        outputs[f"tp{tp}"], _ = _time_greedy(worker, prompts, tokens, tp)
+        outputs[f"tp{tp} again"], seconds[tp] = _time_greedy(worker, prompts, tokens, tp)
+    visits = order_degrees_up_and_down(degrees)
+    outputs |= generate_in_all_ways(worker, prompts, tokens, {"up and down": (1, visits)}).outputs
+    counts = worker.do(commands.read_drafts)
+    fine, said = compare_outputs(outputs)
+    gains = {f"tp{tp}": wanted[tp][1] / seconds[tp] for tp in degrees}
+    line = f"{counts['right']} of {counts['checked']} drafts right: {said}; answers that are known " + ", ".join(
+        f"{gain:.2f} times as fast in {name}" for name, gain in gains.items()
+    )
+    right = counts["right"] > len(prompts) * tokens / 2
+    return Result(verdict="passed" if fine and right else "failed", line=line, figures={"gains": gains} | counts)
+
+
+def _time_greedy(worker: Worker, prompts: list[list[int]], tokens: int, tp: int) -> tuple[list[list[int]], float]:
+    """Greedy answers of degree ``tp``, and their seconds."""
+    found = worker.do(commands.generate_greedy, prompts=prompts, answer=tokens, visits=[], start=tp)
+    return found["outputs"], found["seconds"]
 
 
 def lent_ranks(bench: Bench) -> Result:

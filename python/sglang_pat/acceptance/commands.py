@@ -42,9 +42,11 @@ async def generate_greedy(
 ) -> dict[str, Any]:
     """Greedy answers of ``answer`` tokens from degree ``start`` on, which switch to each of ``visits`` on the way.
 
-    Returns the answers' token ids, their routed experts if the engine returns these, and the record of each switch.
+    Returns the answers' token ids, their routed experts if the engine returns these, the record of each switch, and the
+    seconds of all.
     """
     await _begin(rig, start)
+    begun = time.monotonic()
     tasks = rig.send(prompts, [answer] * len(prompts))
     records = []
     for tp in visits:
@@ -55,7 +57,13 @@ async def generate_greedy(
         "outputs": [a["output_ids"] for a in answers],
         "routes": [a["meta_info"].get("routed_experts") for a in answers],
         "switches": records,
+        "seconds": time.monotonic() - begun,
     }
+
+
+async def read_drafts(rig: Rig) -> dict[str, int]:
+    """Numbers of steps that checked drafts, of drafts, and of right ones since the start."""
+    return (await rig.engine.async_status())["drafts"]
 
 
 async def generate_while_lent(rig: Rig, prompts: list[list[int]], answer: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from profiler.worker import search_path
 from sglang_pat import preflight
 from sglang_pat.acceptance import commands, kernels
 from sglang_pat.acceptance.answers import (
+    drafts,
     lent_ranks,
     likelihood,
     likelihood_of_experts,
@@ -238,6 +239,7 @@ STEPS: tuple[Callable[[Bench], Result], ...] = (
     same_tokens_of_experts,
     same_tokens,
     steady,
+    drafts,
     lent_ranks,
     likelihood,
     likelihood_of_experts,

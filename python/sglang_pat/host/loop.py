@@ -121,6 +121,11 @@ def count_running(scheduler: SglangScheduler) -> int:
     return len(running.reqs) + (len(last.reqs) if last is not None and last is not running else 0)
 
 
+def has_grammar(scheduler: SglangScheduler) -> bool:
+    """Whether one of the requests that decode has a grammar."""
+    return scheduler.running_batch.has_grammar
+
+
 def get_chunked(scheduler: SglangScheduler) -> Req | None:
     """The request whose prompt is being computed in pieces."""
     return scheduler.chunked_req

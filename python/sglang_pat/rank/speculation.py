@@ -71,7 +71,7 @@ class Speculation:
 
     def _choose_count(self) -> int:
         requests = loop.count_running(self._scheduler)
-        most = self._fit(requests)
+        most = 0 if loop.has_grammar(self._scheduler) else self._fit(requests)
         if self._predictor is None or not most:
             return most
         tp, tokens = self._scheduler.layouts.layout.tp, loop.count_decoding_tokens(self._scheduler)
@@ -89,10 +89,10 @@ class Speculation:
         if not self._asked or not verify.can_verify(batch):
             return []
         reqs = batches.list_batch(batch)
-        count = min(self._asked, self._fit(len(reqs)))
-        drafts = [self._draft(req, count) for req in reqs] if count else []
+        self._asked = min(self._asked, self._fit(len(reqs)))
+        drafts = [self._draft(req, self._asked) for req in reqs]
         if not any(drafts):
-            self._acceptance.record(count, [0] * len(reqs))
+            self._acceptance.record(self._asked, [0] * len(reqs))
             return []
         return drafts
 
@@ -110,7 +110,7 @@ class Speculation:
 
     def record(self, checked: verify.Checked) -> None:
         """Note how many drafts of each request were right, before their tokens go out."""
-        self._acceptance.record(max(map(len, checked.drafts)), checked.right)
+        self._acceptance.record(self._asked, checked.right)
         if self._scheduler.is_leader:
             self._scheduler.load.record_drafts(sum(map(len, checked.drafts)), sum(checked.right))
         for req, drafted, right in zip(checked.reqs, checked.drafts, checked.right, strict=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from sglang_pat.predict.predictor import StepPredictor
 
 KEYS = ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")
@@ -65,13 +67,8 @@ def choose_count(
         requests, tokens: what a plain step decodes, and how many tokens it attends to.
         most: most drafts.
     """
-    expected = acceptance.compute_tokens(most)
-    plain = predictor.step_seconds(tp, requests, tokens)
-    gains = [
-        expected[count] * plain / predictor.step_seconds(tp, requests * (count + 1), tokens * (count + 1))
-        for count in range(most + 1)
-    ]
+    rows = np.arange(1, most + 2)
+    seconds = np.asarray(predictor.step_seconds(tp, requests * rows, tokens * rows)).tolist()
+    gains = [each * seconds[0] / taken for each, taken in zip(acceptance.compute_tokens(most), seconds, strict=True)]
     best = max(range(most + 1), key=gains.__getitem__)
-    if best and gains[best] >= GAIN:
-        return best
-    return int(acceptance.must_probe)
+    return best if gains[best] >= GAIN else int(acceptance.must_probe)
