@@ -47,6 +47,7 @@ LEAST_SHARE = 0.5
 """Least seconds of a point, however little time is left."""
 TEMPERATURE = 1.0
 """Temperature of the sampling, as in a rollout."""
+SPECULATE = "--pat-speculate"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -62,6 +63,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     axes = "batch, context, lone, prefill_batch, prefill_length, switch_requests, switch_context"
     parser.add_argument("--grid", metavar="AXES", help=f"batch=1,2,4;context=64,128; axes: {axes}")
     args, args.flags = parser.parse_known_args(argv)
+    if any(flag.split("=")[0] == SPECULATE for flag in args.flags):
+        raise UsageError(f"{SPECULATE}: a profile is of steps without drafts; leave it out")
     args.budget, args.axes = parse_budget(args.budget), grids.parse(args.grid)
     return args
 

@@ -99,6 +99,12 @@ def test_budget_is_read():
             sweep.parse_budget(text)
 
 
+@pytest.mark.parametrize("flags", [["--pat-speculate", "4"], ["--pat-speculate=auto"]])
+def test_a_sweep_with_drafts_is_refused(flags):
+    with pytest.raises(UsageError, match="--pat-speculate: a profile is of steps without drafts; leave it out"):
+        sweep.parse(["--model-path", "M", "--out", "profile.json", *flags])
+
+
 # -- the profile while it grows -----------------------------------------------------------------------
 
 GRID = Grid(
