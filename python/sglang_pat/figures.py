@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import msgspec
@@ -46,6 +46,7 @@ class Figures:
         switches: number of switches between layouts; ``aborted_switches`` are not among them.
         pause_seconds: seconds of their pauses.
         seconds: time with requests in the engine, not paused by a client, by TP degree in force.
+        draft_steps: decode steps of a replica that checked ``drafts``, of which ``right_drafts`` were right.
     """
 
     requests: int = 0
@@ -53,6 +54,9 @@ class Figures:
     aborted_switches: int = 0
     pause_seconds: float = 0.0
     seconds: Mapping[int, float] = field(default_factory=dict[int, float])
+    draft_steps: int = 0
+    drafts: int = 0
+    right_drafts: int = 0
 
     @classmethod
     def from_status(cls, status: Mapping[str, Any]) -> Figures:
@@ -69,7 +73,7 @@ class Figures:
     def _add_scaled(self, other: Figures, sign: int) -> Figures:
         degrees = sorted({*self.seconds, *other.seconds})
         seconds = {tp: self.seconds.get(tp, 0.0) + sign * other.seconds.get(tp, 0.0) for tp in degrees}
-        counts = ("requests", "switches", "aborted_switches", "pause_seconds")
+        counts = [one.name for one in fields(self) if one.name != "seconds"]
         return Figures(seconds=seconds, **{n: getattr(self, n) + sign * getattr(other, n) for n in counts})
 
     def format_line(self) -> str:
@@ -77,9 +81,10 @@ class Figures:
         whole = sum(self.seconds.values())
         shares = [f"{seconds / whole:.0%} in tp{tp}" for tp, seconds in sorted(self.seconds.items()) if seconds > 0]
         aborted = f", {self.aborted_switches} aborted" if self.aborted_switches else ""
+        drafts = f", {self.right_drafts} of {self.drafts} drafts right" if self.drafts else ""
         return (
             f"{self.requests} requests in {whole:.1f} s ({', '.join(shares)}), "
-            f"{self.switches} switches{aborted}, {self.pause_seconds:.3f} s paused by them"
+            f"{self.switches} switches{aborted}, {self.pause_seconds:.3f} s paused by them{drafts}"
         )
 
 
@@ -90,6 +95,9 @@ def compute_metrics(engines: Collection[Figures]) -> dict[str, float]:
         "rollout/aborted_switches": float(sum(one.aborted_switches for one in engines)),
         "rollout/pause_seconds": sum(one.pause_seconds for one in engines) / len(engines),
     }
+    if drafts := sum(one.drafts for one in engines):
+        metrics["rollout/drafts"] = float(drafts)
+        metrics["rollout/right_drafts"] = float(sum(one.right_drafts for one in engines))
     for tp in sorted({tp for one in engines for tp in one.seconds}):
         metrics[f"rollout/seconds/tp{tp}"] = sum(one.seconds.get(tp, 0.0) for one in engines) / len(engines)
     return metrics
@@ -110,6 +118,7 @@ class Account:
         self.requests = self._switches = self._aborted = 0
         self.records: deque[SwitchRecord] = deque(maxlen=RECORDS)
         self._pause_seconds = 0.0
+        self._drafts = (0, 0, 0)
         self._seconds = dict.fromkeys(degrees, 0.0)
         self._since: float | None = None
         """Time since which there has been work; None: there is none."""
@@ -128,8 +137,14 @@ class Account:
         self._aborted += bool(record.error)
         self._pause_seconds += record.pause_seconds
 
+    def record_drafts(self, drafts: tuple[int, int, int]) -> None:
+        """Note steps that checked drafts, drafts and right ones."""
+        steps, checked, right = self._drafts
+        self._drafts = steps + drafts[0], checked + drafts[1], right + drafts[2]
+
     def get_totals(self) -> Figures:
-        return Figures(self.requests, self._switches, self._aborted, self._pause_seconds, dict(self._seconds))
+        counts = self.requests, self._switches, self._aborted, self._pause_seconds
+        return Figures(*counts, dict(self._seconds), *self._drafts)
 
     def get_status(self) -> dict[str, Any]:
         """Fields of ``/pat/status``."""

@@ -76,6 +76,10 @@ STEP = Figures(512, 2, 0, 0.0213, {1: 24.0, 2: 0.0, 8: 16.0})
 def test_lines():
     assert STEP.format_line() == "512 requests in 40.0 s (60% in tp1, 40% in tp8), 2 switches, 0.021 s paused by them"
     assert "2 switches, 1 aborted, 0.021 s" in Figures(512, 2, 1, 0.0213, {1: 24.0}).format_line()
+    assert STEP + STEP.subtract(STEP) == STEP
+    drafted = Figures(512, 2, 0, 0.0213, {1: 24.0}, draft_steps=90, drafts=400, right_drafts=150)
+    assert drafted.format_line().endswith(" s paused by them, 150 of 400 drafts right")
+    assert (drafted + drafted).subtract(drafted) == drafted
     assert Figures(1).format_line().startswith("1 requests in 0.0 s"), "answered before anybody looked"
 
 
@@ -96,6 +100,9 @@ def test_figures_of_several_engines():
         "rollout/switches": 3.0, "rollout/aborted_switches": 1.0, "rollout/pause_seconds": pytest.approx(0.01065),
         "rollout/seconds/tp1": 27.0, "rollout/seconds/tp2": 0.0, "rollout/seconds/tp8": 8.0,
     }  # fmt: skip
+    drafted = [STEP, Figures(drafts=400, right_drafts=150), Figures(drafts=8, right_drafts=2)]
+    found = figures.compute_metrics(drafted)
+    assert (found["rollout/drafts"], found["rollout/right_drafts"]) == (408.0, 152.0)
     status = {
         "totals": {"requests": 1, "switches": 0, "aborted_switches": 0, "pause_seconds": 0.0, "seconds": {"2": 1.5}}
     }

@@ -131,13 +131,13 @@ def drafts(bench: Bench) -> Result:
         outputs[f"tp{tp} again"], seconds[tp] = _time_greedy(worker, prompts, tokens, tp)
     visits = order_degrees_up_and_down(degrees)
     outputs |= generate_in_all_ways(worker, prompts, tokens, {"up and down": (1, visits)}).outputs
-    counts = worker.do(commands.read_drafts)
+    counts = worker.do(commands.count_drafts)
     fine, said = compare_outputs(outputs)
     gains = {f"tp{tp}": wanted[tp][1] / seconds[tp] for tp in degrees}
-    line = f"{counts['right']} of {counts['checked']} drafts right: {said}; answers that are known " + ", ".join(
+    line = f"{counts['right_drafts']} of {counts['drafts']} drafts right: {said}; answers that are known " + ", ".join(
         f"{gain:.2f} times as fast in {name}" for name, gain in gains.items()
     )
-    right = counts["right"] > len(prompts) * tokens / 2
+    right = counts["right_drafts"] > len(prompts) * tokens / 2
     return Result(verdict="passed" if fine and right else "failed", line=line, figures={"gains": gains} | counts)
 
 

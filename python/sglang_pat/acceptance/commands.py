@@ -61,9 +61,10 @@ async def generate_greedy(
     }
 
 
-async def read_drafts(rig: Rig) -> dict[str, int]:
-    """Numbers of steps that checked drafts, of drafts, and of right ones since the start."""
-    return (await rig.engine.async_status())["drafts"]
+async def count_drafts(rig: Rig) -> dict[str, int]:
+    """Number of drafts, and of right ones, since the start."""
+    totals = (await rig.engine.async_status())["totals"]
+    return {name: totals[name] for name in ("drafts", "right_drafts")}
 
 
 async def generate_while_lent(rig: Rig, prompts: list[list[int]], answer: int) -> dict[str, Any]:

@@ -9,7 +9,6 @@ What arrives while ranks are switching waits in ``_backlog``, in order, and goes
 
 from __future__ import annotations
 
-import operator
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -140,7 +139,7 @@ class Coordinator:
         self._replies = Replies()
         self._traces: dict[int, list[m.RankTrace]] = {}
         """Traces, by query, that were asked for and are not complete."""
-        self._retracted, self._drafts = 0, (0, 0, 0)
+        self._retracted = 0
         self._paused = False
         self._released: frozenset[str] = frozenset()
         self.account = Account([layout.tp for layout in config.layouts])
@@ -209,7 +208,6 @@ class Coordinator:
             "groups": groups,
             "step_factors": self._decisions.factors.get_factors() if self._decisions.factors else {},
             "retracted": self._retracted,
-            "drafts": dict(zip(("steps", "checked", "right"), self._drafts, strict=True)),
         }
         self._outbox.send_to_server(m.StatusReply(query_id=query.query_id, status=status | self.account.get_status()))
 
@@ -270,7 +268,7 @@ class Coordinator:
 
     def _load_report(self, report: m.LoadReport, now: float) -> None:
         self._retracted += report.retracted
-        self._drafts = tuple(map(operator.add, self._drafts, report.drafts))
+        self.account.record_drafts(report.drafts)
         self._decisions.round.retracted += 0 if self._decisions.calibrating else report.retracted
         for response in () if self._decisions.calibrating else report.finished:
             self._schedule.record_response_end(response.length)
