@@ -3,10 +3,9 @@
     python bench/drafts.py [--quick] [--models FOLDER ...] [--temperatures 1.0 0.7] [--json FILE]
 
 Groups of responses to problems of ``gsm_symbolic`` (reasoning-gym), from an engine.  For the two longest of each group
-the next ``k`` tokens are drafted at every step from what has been there: after the longest context of at most twelve
-tokens that was seen, the token that came most often.  A drafted token counts if it is the one that was sampled, so a
-verification that samples each position with its own random number keeps just these.  Of several ``--models`` each is
-a later state of the one before, and drafts from that one's responses to the same problem, too.
+the next ``k`` tokens are drafted at every step by the engine's ``Drafter``.  A drafted token counts if it is the one
+that was sampled, as in a step of the engine that checks drafts.  Of several ``--models`` each is a later state of the
+one before, and drafts from that one's responses to the same problem, too.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -27,12 +25,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from sglang_pat.speculate.drafter import Drafter, count_right
 from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 from sglang_pat.testing.smollm2 import load_transformers
 
-CONTEXT = 12
-"""Longest context that is looked up, tokens."""
 LENGTHS = (2, 4, 8)
 """Drafted tokens of a step."""
 TAIL = 2
@@ -47,40 +44,6 @@ class Group(msgspec.Struct):
     probabilities: list[list[float]]
 
 
-class Contexts:
-    """Which tokens have come after which contexts."""
-
-    def __init__(self, texts: Iterable[Sequence[int]] = ()) -> None:
-        self._next: defaultdict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
-        for text in texts:
-            for end in range(1, len(text)):
-                self.add(text, end)
-
-    def add(self, text: Sequence[int], end: int) -> None:
-        """Take in that ``text[end]`` comes after what is before it."""
-        for length in range(1, min(CONTEXT, end) + 1):
-            self._next[tuple(text[end - length : end])][text[end]] += 1
-
-    def get(self, context: tuple[int, ...]) -> Counter[int]:
-        return self._next.get(context, Counter())
-
-
-def draft(sources: Sequence[Contexts], text: Sequence[int], count: int) -> list[int]:
-    """The tokens, ``count`` at most, that are expected after ``text``."""
-    drafted: list[int] = []
-    context = list(text[-CONTEXT:])
-    while len(drafted) < count:
-        for start in range(len(context)):
-            seen = sum((source.get(tuple(context[start:])) for source in sources), Counter())
-            if seen:
-                drafted.append(seen.most_common(1)[0][0])
-                context = [*context, drafted[-1]][-CONTEXT:]
-                break
-        else:
-            break
-    return drafted
-
-
 @dataclass(frozen=True)
 class Step:
     """A step at a token of a response: how many tokens were drafted, and how many of them were right."""
@@ -90,20 +53,17 @@ class Step:
     right: int
 
 
-def replay(prompt: Sequence[int], response: Sequence[int], sources: Sequence[Contexts], count: int) -> list[Step]:
-    """Steps in which ``response`` comes about if ``count`` tokens are drafted in each, from it and from ``sources``."""
-    text, steps = list(prompt), []
-    itself = Contexts([text])
-    while len(text) < len(prompt) + len(response):
-        at = len(text) - len(prompt)
-        drafted = draft([itself, *sources], text, min(count, len(response) - at - 1))
-        right = 0
-        while right < len(drafted) and drafted[right] == response[at + right]:
-            right += 1
+def replay(prompt: Sequence[int], response: Sequence[int], ended: Sequence[Sequence[int]], count: int) -> list[Step]:
+    """Steps in which ``response`` comes about if ``count`` tokens are drafted in each, from it and from ``ended``."""
+    drafter, steps = Drafter(), []
+    for number, other in enumerate(ended):
+        drafter.end(0, f"ended {number}", prompt, other)
+    at = 0
+    while at < len(response):
+        drafted = drafter.draft(0, "response", prompt, response[:at], min(count, len(response) - at - 1))
+        right = count_right(drafted, response[at:])
         steps.append(Step(at, len(drafted), right))
-        for token in response[at : at + right + 1]:
-            text.append(token)
-            itself.add(text, len(text) - 1)
+        at += right + 1
     return steps
 
 
@@ -111,20 +71,19 @@ def count_accepted(groups: Sequence[Group], before: Sequence[Group] | None) -> l
     """A row for each source and number of drafted tokens."""
     rows = []
     for name in ("itself", "and its siblings", "and those of the last epoch")[: 2 + bool(before)]:
-        work: list[tuple[Group, list[int], Contexts]] = []
+        work: list[tuple[Group, list[int], list[list[int]]]] = []
         for number, group in enumerate(groups):
             order = sorted(range(len(group.responses)), key=lambda i: len(group.responses[i]))
             ended = [group.responses[i] for i in order[:-TAIL]] if name != "itself" else []
             if before and "epoch" in name:
                 ended += before[number].responses
-            # A response begins after the end of the prompt.
-            work.append((group, order[-TAIL:], Contexts(group.prompt[-CONTEXT:] + response for response in ended)))
+            work.append((group, order[-TAIL:], ended))
         for count in LENGTHS:
             steps: list[Step] = []
             pairs: list[tuple[float, float]] = []
-            for group, tail, source in work:
+            for group, tail, ended in work:
                 for i in tail:
-                    taken = replay(group.prompt, group.responses[i], [source], count)
+                    taken = replay(group.prompt, group.responses[i], ended, count)
                     pairs.append((mean(group.probabilities[i]), len(group.responses[i]) / len(taken)))
                     steps += taken
             rows.append(

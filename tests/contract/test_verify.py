@@ -52,11 +52,3 @@ def test_rows_of_an_output(rows):
     assert part.routed_experts_output is None
     assert verify.select_rows(result, rows, whole=True).routed_experts_output == "x"
     assert output.next_token_logprobs.tolist() == [0, 1, 2, 3], "the step's own is as it was"
-
-
-@pytest.mark.parametrize(
-    ("drafted", "sampled", "right"),
-    [([], [5], 0), ([5], [5, 6], 1), ([4], [5, 6], 0), ([5, 6, 7], [5, 6, 8, 9], 2), ([5, 9, 8], [5, 6, 8, 9], 1)],
-)
-def test_how_many_drafts_are_right(drafted, sampled, right):
-    assert verify.count_right(drafted, sampled) == right

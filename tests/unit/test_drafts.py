@@ -10,7 +10,7 @@ from sglang_pat.config import AUTO_DRAFTS, MOST_DRAFTS, AdaptiveConfig
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.speculate import drafter as module
 from sglang_pat.speculate.acceptance import GAIN, PROBE_STEPS, Acceptance, choose_count
-from sglang_pat.speculate.drafter import Drafter
+from sglang_pat.speculate.drafter import Drafter, count_right
 
 PROMPT = list(range(100, 130))
 
@@ -102,6 +102,14 @@ def test_two_drafters_with_the_same_calls_draft_alike():
             del texts[name]
         first, second = (draft(one, text, name=name, family=ord(name) % 2) for one in both)
         assert first == second
+
+
+@pytest.mark.parametrize(
+    ("drafted", "sampled", "right"),
+    [([], [5], 0), ([5], [5, 6], 1), ([4], [5, 6], 0), ([5, 6, 7], [5, 6, 8, 9], 2), ([5, 9, 8], [5, 6, 8, 9], 1)],
+)
+def test_how_many_drafts_are_right(drafted, sampled, right):
+    assert count_right(drafted, sampled) == right
 
 
 # -- how many ---------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from sglang_pat.host.assign import assign
 from sglang_pat.host.batches import make_batch
 from sglang_pat.host.contract import SglangScheduler
 from sglang_pat.host.fixes import penalties
+from sglang_pat.speculate.drafter import count_right
 from sglang_pat.switch.transfer import upload
 
 ROWS = (
@@ -102,14 +103,6 @@ def check(
     right = [count_right(drafted, row) for drafted, row in zip(drafts, tokens, strict=True)]
     _advance(scheduler, batch, right, [row[count] for row, count in zip(tokens, right, strict=True)])
     return Checked(step, result, batch.reqs, drafts, slots, right)
-
-
-def count_right(drafted: Sequence[int], sampled: Sequence[int]) -> int:
-    """Number of the first ``drafted`` tokens that are those ``sampled`` in their rows."""
-    for count, (draft, token) in enumerate(zip(drafted, sampled, strict=False)):
-        if draft != token:
-            return count
-    return len(drafted)
 
 
 def _take_slots(scheduler: SglangScheduler, count: int) -> torch.Tensor | None:

@@ -91,6 +91,14 @@ def _count_match(context: list[int], text: list[int], end: int) -> int:
     return most
 
 
+def count_right(drafted: Sequence[int], sampled: Sequence[int]) -> int:
+    """Number of the first ``drafted`` tokens that are those ``sampled`` in their rows."""
+    for count, (draft, token) in enumerate(zip(drafted, sampled, strict=False)):
+        if draft != token:
+            return count
+    return len(drafted)
+
+
 class Drafter:
     """Drafts for the requests of one replica.
 
