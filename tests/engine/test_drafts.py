@@ -9,14 +9,18 @@ from __future__ import annotations
 import asyncio
 import random
 
+import msgspec
 import numpy as np
 import pytest
 
+from sglang_pat.predict import profile as profiles
+from sglang_pat.speculate.acceptance import PROBE_STEPS
 from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 
 from .conftest import MODELS
 from .features import PENALISED
+from .made_up import make_profile
 from .stock_answers import check_whole
 from .streams import body, check_idle, hold, post, prompt, tokens
 from .test_routed_experts import FLAG, ask, check_same
@@ -161,3 +165,26 @@ async def test_an_update_in_the_middle_of_right_drafts(servers, marker, session)
         assert 5 <= changed <= 21 and ids == [old] * changed + [new] * (200 - changed)
         assert count(answer, "num_correct_drafts") > 100
     await asyncio.to_thread(check_idle, server)
+
+
+@pytest.mark.parametrize("rows", ["cheap", "dear"])
+def test_as_many_drafts_as_pay(servers, llama, deployment, tmp_path, rows):
+    """Two profiles: in one a step of sixteen requests takes 1.2 times as long as one of a single request, in the other
+    one sixteen times."""
+    made, path = make_profile(deployment), tmp_path / "profile.json"
+    if rows == "dear":
+        decode = tuple(msgspec.structs.replace(point, seconds=0.01 * point.batch) for point in made.decode)
+        made = msgspec.structs.replace(made, decode=decode)
+    profiles.save(made, path)
+    server = servers.adaptive(llama, 2, "--pat-speculate", "auto", "--pat-profile", str(path))
+    known = body(70, 200)
+    first, second, third = [server.generate([known])[0] for _ in range(3)]
+    assert tokens([second, third]) == [first["output_ids"]] * 2
+    if rows == "dear":
+        # One step of 64 tries a draft.
+        assert [count(answer, "verify_ct") <= 200 // PROBE_STEPS + 1 for answer in (second, third)] == [True, True]
+        return
+    assert count(third, "num_correct_drafts") > 140 and count(third, "verify_ct") < 50
+    # Drafts for what was never said are wrong, and soon there are none.
+    new = [server.generate([body(71 + i, 200)])[0] for i in range(3)]
+    assert count(new[0], "num_proposed_drafts") > 20 and count(new[2], "verify_ct") < 20

@@ -123,9 +123,13 @@ def _expand(
     lengths = [kv.count_kv(req) + j for req, j in zip(reqs, behind, strict=True)]
     tokens = [token for req, row in zip(batch.reqs, drafts, strict=True) for token in (req.output_ids[-1], *row)]
     places, seq_lens, last = upload([lines, lengths, tokens], torch.int64, device).unbind()
-    drafted = upload([j > 0 for j in behind], torch.bool, device)
+    # By numbers: a mask would have the host wait for the device.
+    first, drafted = (
+        upload([row for row, j in enumerate(behind) if (j > 0) == later], torch.int64, device)
+        for later in (False, True)
+    )
     where = torch.empty_like(places)
-    where[~drafted], where[drafted] = batch.out_cache_loc.to(torch.int64), slots
+    where[first], where[drafted] = batch.out_cache_loc.to(torch.int64), slots
     scheduler.req_to_token_pool.write((places[drafted], seq_lens[drafted] - 1), slots.to(torch.int32))
     step = make_batch(scheduler, reqs, scheduler.enable_overlap)
     adapter.batches.set_places(step, places, lines)
