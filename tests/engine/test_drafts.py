@@ -47,7 +47,9 @@ def count(answer: dict, what: str) -> int:
 def test_a_known_response_takes_few_steps(server, stock, tp):
     server.reconfigure(tp)
     asked = body(30 + tp, 100)
-    first, *others = [server.generate([asked])[0] for _ in range(3)]
+    # As many at once as make each replica see one.
+    first, *_ = server.generate([asked] * 4)
+    others = [server.generate([asked])[0] for _ in range(2)]
     assert tokens(others) == [first["output_ids"]] * 2
     for answer in others:
         proposed, right = count(answer, "num_proposed_drafts"), count(answer, "num_correct_drafts")
@@ -69,7 +71,8 @@ def test_features_are_those_of_stock(servers, llama, stock, kind):
             check_whole(stock, answer, name)
             if name in ONE_BY_ONE:
                 assert count(answer, "num_proposed_drafts") == 0, name
-    (again,) = server.generate([stock.bodies["plain"]])
+    server.reconfigure(2)
+    (again,) = [server.generate([stock.bodies["plain"]])[0] for _ in range(2)][1:]
     check_whole(stock, again, "plain")
     assert count(again, "num_correct_drafts") > again["meta_info"]["completion_tokens"] / 2
     check_idle(server)
@@ -93,9 +96,9 @@ def test_a_stop_in_the_middle_of_right_drafts(server, stock):
 
 def test_hidden_states_of_accepted_drafts(servers, llama):
     server = servers.adaptive(llama, 2, *FLAGS, "--enable-return-hidden-states")
+    server.reconfigure(2)
     asked = body(41, 40) | {"return_hidden_states": True}
-    server.post("/flush_cache")
-    first, second = server.generate([asked])[0], server.generate([asked | {"input_ids": asked["input_ids"]}])[0]
+    first, second = (server.generate([asked])[0] for _ in range(2))
     assert count(second, "num_correct_drafts") > 20
     plain, drafted = (answer["meta_info"]["hidden_states"][-39:] for answer in (first, second))
     assert np.allclose(np.array(plain), np.array(drafted), atol=1e-4)
@@ -104,6 +107,7 @@ def test_hidden_states_of_accepted_drafts(servers, llama):
 def test_routed_experts_of_accepted_drafts(servers):
     model = models.make_random("qwen3_moe", MODELS / "qwen3_moe")
     server = servers.adaptive(model, 2, FLAG, *FLAGS, "--chunked-prefill-size", "64", "--disable-radix-cache")
+    server.reconfigure(2)
     bodies = [ask(seed, 60) for seed in range(3)]
     first = server.generate(bodies)
     assert all(count(answer, "num_correct_drafts") < 10 for answer in first)
@@ -171,12 +175,13 @@ async def test_an_update_in_the_middle_of_right_drafts(servers, marker, session)
 def test_as_many_drafts_as_pay(servers, llama, deployment, tmp_path, rows):
     """Two profiles: in one a step of sixteen requests takes 1.2 times as long as one of a single request, in the other
     one sixteen times."""
-    made, path = make_profile(deployment), tmp_path / "profile.json"
+    made, path = make_profile(deployment, tp2_with_16=0.012), tmp_path / "profile.json"
     if rows == "dear":
         decode = tuple(msgspec.structs.replace(point, seconds=0.01 * point.batch) for point in made.decode)
         made = msgspec.structs.replace(made, decode=decode)
     profiles.save(made, path)
     server = servers.adaptive(llama, 2, "--pat-speculate", "auto", "--pat-profile", str(path))
+    server.reconfigure(2)
     known = body(70, 200)
     first, second, third = [server.generate([known])[0] for _ in range(3)]
     assert tokens([second, third]) == [first["output_ids"]] * 2
