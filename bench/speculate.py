@@ -1,6 +1,6 @@
 """What drafts cost and gain in real rounds on two ranks: ``--pat-speculate`` off, at a number, and by itself, in turns.
 
-    python bench/speculate.py [--quick] [--profile FILE] [--ways off 4] [--turns 3] [--json FILE]
+    python bench/speculate.py [--quick] [--profile FILE] [--ways off 4] [--turns 2] [--json FILE]
 
 ``wide``, a model of random weights in bfloat16, of which this kind of CPU multiplies five rows nearly as fast as one,
 as a GPU does.  Lengths are drawn beforehand, with a long tail.  A round of new prompts has drafts that are as good as

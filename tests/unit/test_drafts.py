@@ -116,7 +116,7 @@ def test_how_many_drafts_are_right(drafted, sampled, right):
 
 
 class Steps:
-    """Predictor of steps of ``fixed`` seconds, and so many more for each row and each thousand tokens attended to."""
+    """Predictor of steps of a second, and so many more for each row and each thousand tokens attended to."""
 
     def __init__(self, row: float = 0.01, thousand: float = 0.0) -> None:
         self._row, self._thousand = row, thousand

@@ -25,10 +25,24 @@ PROCESSED = GenerationBatchResult()
 def make_decode_batch(scheduler: SglangScheduler, reqs: list[Req]) -> ScheduleBatch:
     """A batch about to decode, of requests whose KV is in place."""
     batch = make_batch(scheduler, reqs, scheduler.enable_overlap)
-    lengths = [kv.count_kv(req) for req in reqs]
+    last = fill_rows(batch, [kv.count_kv(req) for req in reqs], [req.output_ids[-1] for req in reqs])
+    adapter.batches.set_last_tokens(scheduler, batch, last)
+    assign(batch, sampling_info=penalties.make_sampling_info(batch, decode=True))
+    return batch
+
+
+def fill_rows(batch: ScheduleBatch, lengths: list[int], tokens: list[int]) -> torch.Tensor:
+    """Set what a decode step reads of each row of ``batch``, but for the slots that it writes and the sampling.
+
+    Args:
+        lengths: number of tokens that each row attends to; ``tokens``: the last ones.
+
+    Returns:
+        ``tokens`` on the device, int64 ``[rows]``.
+    """
+    reqs = batch.reqs
     lines = [kv.get_line(req) for req in reqs]
-    numbers = [lines, lengths, [req.output_ids[-1] for req in reqs]]
-    places, seq_lens, last = upload(numbers, torch.int64, batch.device).unbind()
+    places, seq_lens, last = upload([lines, lengths, tokens], torch.int64, batch.device).unbind()
     adapter.batches.set_places(batch, places, lines)
     assign(
         batch,
@@ -38,7 +52,6 @@ def make_decode_batch(scheduler: SglangScheduler, reqs: list[Req]) -> ScheduleBa
         seq_lens_sum=sum(lengths),
         multimodal_inputs=[None] * len(reqs),
     )
-    adapter.batches.set_last_tokens(scheduler, batch, last)
     if batch.return_logprob:
         asked = [adapter.requests.get_logprobs(req) for req in reqs]
         assign(
@@ -46,8 +59,7 @@ def make_decode_batch(scheduler: SglangScheduler, reqs: list[Req]) -> ScheduleBa
             top_logprobs_nums=[logprobs.top_logprobs_num for logprobs in asked],
             token_ids_logprobs=[logprobs.token_ids_logprob for logprobs in asked],
         )
-    assign(batch, sampling_info=penalties.make_sampling_info(batch, decode=True))
-    return batch
+    return last
 
 
 def make_batch(scheduler: SglangScheduler, reqs: list[Req], overlap: bool) -> ScheduleBatch:

@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_pat.host import adapter, kv
 from sglang_pat.host.assign import assign
-from sglang_pat.host.batches import make_batch
+from sglang_pat.host.batches import fill_rows, make_batch
 from sglang_pat.host.contract import SglangScheduler
 from sglang_pat.host.fixes import penalties
 from sglang_pat.speculate.drafter import count_right
@@ -115,42 +115,29 @@ def _expand(
     scheduler: SglangScheduler, batch: ScheduleBatch, drafts: Sequence[Sequence[int]], slots: torch.Tensor
 ) -> ScheduleBatch:
     """The step's batch, with the rows of each request one after the other; its drafts get ``slots``."""
-    device = batch.device
     counts = [len(drafted) + 1 for drafted in drafts]
     reqs = [req for req, count in zip(batch.reqs, counts, strict=True) for _ in range(count)]
     behind = [j for count in counts for j in range(count)]
-    lines = [kv.get_line(req) for req in reqs]
     lengths = [kv.count_kv(req) + j for req, j in zip(reqs, behind, strict=True)]
     tokens = [token for req, row in zip(batch.reqs, drafts, strict=True) for token in (req.output_ids[-1], *row)]
-    places, seq_lens, last = upload([lines, lengths, tokens], torch.int64, device).unbind()
+    step = make_batch(scheduler, reqs, scheduler.enable_overlap)
+    last = fill_rows(step, lengths, tokens)
     # By numbers: a mask would have the host wait for the device.
     first, drafted = (
-        upload([row for row, j in enumerate(behind) if (j > 0) == later], torch.int64, device)
+        upload([row for row, j in enumerate(behind) if (j > 0) == later], torch.int64, batch.device)
         for later in (False, True)
     )
-    where = torch.empty_like(places)
+    where = torch.empty_like(last)
     where[first], where[drafted] = batch.out_cache_loc.to(torch.int64), slots
-    scheduler.req_to_token_pool.write((places[drafted], seq_lens[drafted] - 1), slots.to(torch.int32))
-    step = make_batch(scheduler, reqs, scheduler.enable_overlap)
-    adapter.batches.set_places(step, places, lines)
+    line, at = step.req_pool_indices[drafted], step.seq_lens[drafted] - 1
+    scheduler.req_to_token_pool.write((line, at), slots.to(torch.int32))
     assign(
         step,
         forward_mode=batch.forward_mode,
         input_ids=last,
         out_cache_loc=where.to(batch.out_cache_loc.dtype),
-        seq_lens=seq_lens,
-        seq_lens_cpu=torch.tensor(lengths, dtype=torch.int64),
-        orig_seq_lens=seq_lens.to(torch.int32),
-        seq_lens_sum=sum(lengths),
-        multimodal_inputs=[None] * len(reqs),
+        sampling_info=penalties.make_sampling_info(step, decode=False),
     )
-    if step.return_logprob:
-        for name in ("top_logprobs_nums", "token_ids_logprobs"):
-            given = getattr(batch, name)
-            if given is not None:
-                repeated = [value for value, count in zip(given, counts, strict=True) for _ in range(count)]
-                assign(step, **{name: repeated})
-    assign(step, sampling_info=penalties.make_sampling_info(step, decode=False))
     return step
 
 
