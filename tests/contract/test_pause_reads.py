@@ -32,7 +32,7 @@ IN_HOST_MEMORY = {
     ("switch/requests.py", "is_engine_idle", "item"): "in no pause: before memory is released, as a vote",
     ("switch/kv.py", "__init__", "tolist"): "arrays of the plan",
     ("switch/kv_triton.py", "_move", "to"): "inside the kernel",
-    ("host/batches.py", "make_decode_batch", "to"): "from type to type, on the device",
+    ("host/batches.py", "fill_rows", "to"): "from type to type, on the device",
 }
 WAITS = {
     ("switch/kv.py", "run"): "the end of the exchange",
