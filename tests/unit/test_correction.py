@@ -20,6 +20,7 @@ from sglang_pat.predict.correction import (
 )
 
 from .policy_world import crossing, machine
+from .profiles_for_tests import prefill_points
 
 pytestmark = pytest.mark.unit
 
@@ -204,3 +205,15 @@ def test_a_corrected_predictor():
     assert type(corrected.step_seconds(4, 4, 400)) is float
     assert corrected.step_seconds(1, 4, 400) == predictor.step_seconds(1, 4, 400)
     assert corrected.has_prefill(2) == predictor.has_prefill(2)
+
+
+def test_a_prefill_is_as_slow_as_the_machine_not_as_the_steps_of_its_degree():
+    """Factors of a profile of short requests, after a calibration with long ones: nothing of them is known of prefills
+    but that the machine is as fast as profiled."""
+    predictor, _ = machine(crossing(prefill=prefill_points(lambda tp, *_: 0.1 * tp, (1, 4), (64, 128))))
+    wild = {1: StepFactor(1.6, 0.1, 0.1), 2: StepFactor(1.0), 4: StepFactor(1 / 1.6, -0.1, -0.2)}
+    for scale in (1.0, 1.5):
+        factors = {tp: factor._replace(scale=scale * factor.scale) for tp, factor in wild.items()}
+        corrected = CorrectedPredictor(predictor, factors)
+        for tp in DEGREES:
+            assert corrected.prefill_uniform(tp, 4, 64) == pytest.approx(scale * predictor.prefill_uniform(tp, 4, 64))

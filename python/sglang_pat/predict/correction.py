@@ -189,11 +189,17 @@ class StepFactors:
 
 
 class CorrectedPredictor:
-    """A predictor whose times are multiplied by the factor of each degree; 1 for degrees that have none.  Of a prefill
-    no more is known than its scale."""
+    """A predictor whose decode steps are multiplied by the factor of each degree; 1 for degrees that have none.
+
+    No prefill is observed.  So of prefills only the speed of the machine is known: the mean scale of all degrees
+    (geometric).  A degree's own scale says nothing of them.  It holds for steps with :data:`CONTEXT` tokens a request,
+    and follows from steps with many more and many fewer.
+    """
 
     def __init__(self, predictor: StepPredictor, factors: Mapping[int, StepFactor]) -> None:
         self._predictor, self._factors = predictor, factors
+        scales = [factor.scale for factor in factors.values()]
+        self._machine = float(np.exp(np.mean(np.log(scales)))) if scales else 1.0
 
     def has_prefill(self, tp: int) -> bool:
         return self._predictor.has_prefill(tp)
@@ -204,5 +210,5 @@ class CorrectedPredictor:
         return seconds * self._factors[tp].evaluate(batch, tokens) if tp in self._factors else seconds
 
     def prefill_uniform(self, tp: int, batch: Value, length: Value, replicas: Value | None = None) -> Value:
-        """Seconds of a prefill, corrected; see :meth:`Predictor.prefill_uniform`."""
-        return self._factors.get(tp, StepFactor()).scale * self._predictor.prefill_uniform(tp, batch, length, replicas)
+        """Seconds of a prefill, times the speed of the machine; see :meth:`Predictor.prefill_uniform`."""
+        return self._machine * self._predictor.prefill_uniform(tp, batch, length, replicas)
