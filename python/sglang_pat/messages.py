@@ -153,8 +153,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
 class Decoded(msgspec.Struct, frozen=True, array_like=True):
     """Decode steps of a replica that followed another decode step of the same degree.
 
-    ``steps``: how many; ``seconds``: so many times their median; ``requests``, ``tokens``: sums of the batches and
-    their contexts.
+    ``steps``: how many; ``seconds``, ``requests``, ``tokens``: so many times the median of their times, rows and
+    contexts.  A draft has a row of its own.
     """
 
     steps: int = 0

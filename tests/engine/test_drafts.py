@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from sglang_pat.predict import profile as profiles
-from sglang_pat.speculate.acceptance import PROBE_STEPS
 from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 
@@ -186,10 +185,12 @@ def test_as_many_drafts_as_pay(servers, llama, deployment, tmp_path, rows):
     first, second, third = [server.generate([known])[0] for _ in range(3)]
     assert tokens([second, third]) == [first["output_ids"]] * 2
     if rows == "dear":
-        # One step of 64 tries a draft.
-        assert [count(answer, "verify_ct") <= 200 // PROBE_STEPS + 1 for answer in (second, third)] == [True, True]
+        assert [count(answer, "num_proposed_drafts") for answer in (second, third)] == [0, 0]
         return
     assert count(third, "num_correct_drafts") > 140 and count(third, "verify_ct") < 50
-    # Drafts for what was never said are wrong, and soon there are none.
+    # Drafts for what was never said are wrong, and soon there are few.
     new = [server.generate([body(71 + i, 200)])[0] for i in range(3)]
-    assert count(new[0], "num_proposed_drafts") > 20 and count(new[2], "verify_ct") < 20
+    assert count(new[2], "num_proposed_drafts") < 60
+    # That says nothing of what was said before.
+    (again,) = server.generate([known])
+    assert again["output_ids"] == first["output_ids"] and count(again, "num_correct_drafts") > 140

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
+import numpy as np
 import pytest
 
 from sglang_pat.config import AUTO_DRAFTS, MOST_DRAFTS, AdaptiveConfig
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.speculate import drafter as module
-from sglang_pat.speculate.acceptance import GAIN, PROBE_STEPS, Acceptance, choose_count
-from sglang_pat.speculate.drafter import Drafter, count_right
+from sglang_pat.speculate.acceptance import BEGIN, GAIN, MATCHES, Acceptance, choose_counts
+from sglang_pat.speculate.drafter import CONTEXT, Drafter, count_right
 
 PROMPT = list(range(100, 130))
 
@@ -81,6 +83,14 @@ def test_what_is_not_used_is_forgotten_first(monkeypatch):
     assert draft(drafter, [1, 2, 3], 1, family=0) == [], "only the last few prompts fit"
 
 
+def test_the_match_is_what_the_drafts_follow():
+    drafter = Drafter()
+    drafter.end(1, "two", PROMPT, [50, *range(20), 60])
+    for seen in (1, 2, 5, 12, 15):
+        assert drafter.match(1, "one", PROMPT, [70, *range(seen)]) == min(seen, CONTEXT)
+    assert drafter.match(1, "one", PROMPT, [70, 80]) == 0
+
+
 def test_a_drafter_forgets():
     drafter = Drafter()
     drafter.end(1, "two", PROMPT, [1, 2, 3])
@@ -115,65 +125,101 @@ def test_how_many_drafts_are_right(drafted, sampled, right):
 # -- how many ---------------------------------------------------------------------------------------------------------
 
 
-class Steps:
-    """Predictor of steps of a second, and so many more for each row and each thousand tokens attended to."""
-
-    def __init__(self, row: float = 0.01, thousand: float = 0.0) -> None:
-        self._row, self._thousand = row, thousand
-
-    def step_seconds(self, tp, batch, tokens, replicas=None):
-        return 1.0 + self._row * batch + self._thousand * tokens / 1000
+ALWAYS = (1.0,) * 8
 
 
-def accept(right: int, steps: int = 300, drafts: int = 8, requests: int = 4) -> Acceptance:
+def step_seconds(requests: int, row: float = 0.01, rows: int = 128) -> np.ndarray:
+    """Seconds of steps with 0, 1, … drafts: a second, and so many more for each row."""
+    return 1.0 + row * (requests + np.arange(rows - requests + 1))
+
+
+def accept(right: int, match: int = 5, asked: int = 8, steps: int = 300) -> Acceptance:
     acceptance = Acceptance(AUTO_DRAFTS)
     for _ in range(steps):
-        acceptance.record(drafts, [right] * requests)
+        acceptance.pass_step()
+        acceptance.record(match, asked, right)
     return acceptance
 
 
-def test_tokens_of_a_step():
-    tokens = accept(right=3).compute_tokens(8)
-    assert tokens[:4] == pytest.approx([1, 2, 3, 4], abs=0.02) and tokens[8] == pytest.approx(4, abs=0.03)
+def test_drafts_are_right_as_often_as_they_were():
+    chances = accept(right=3).estimate(5)
+    assert chances[:3] == pytest.approx([1, 1, 1], abs=0.05) and max(chances[3:]) < 0.02
     mixed = Acceptance(4)
     for _ in range(400):
-        mixed.record(4, [4, 0, 1, 0])
+        mixed.pass_step()
+        for right in (4, 0, 1, 0):
+            mixed.record(2, 4, right)
     # The first draft is right for two of four; then the second for one of two; then both of one.
-    assert mixed.compute_tokens(4) == pytest.approx([1, 1.5, 1.75, 2, 2.25], abs=0.03)
+    assert mixed.estimate(2) == pytest.approx([0.5, 0.25, 0.25, 0.25], abs=0.03)
 
 
-def choose(acceptance: Acceptance, steps: Steps | None = None, requests: int = 4, most: int = 8) -> int:
-    return choose_count(steps or Steps(), acceptance, 1, requests, 1000 * requests, most)
+def test_a_match_tells_of_those_alike():
+    """Wrong drafts after one equal token say nothing of those after twelve."""
+    wrong = accept(right=0, match=1)
+    assert wrong.estimate(1)[0] < 0.05 and wrong.estimate(12)[0] == wrong.estimate(2)[0] == BEGIN
+    assert wrong.estimate(0) == []
+    assert accept(right=8, match=6).estimate(7)[7] > 0.9
+    # Each class begins at its least match.
+    for number, match in enumerate(MATCHES[1:], 1):
+        found = accept(right=8, match=match)
+        assert found.estimate(match)[0] > BEGIN == found.estimate(MATCHES[number] - 1)[0]
 
 
 def test_as_many_drafts_as_are_right():
-    assert [choose(accept(right)) for right in (1, 3, 8)] == [1, 3, 8]
+    for right in (1, 3, 8):
+        assert choose_counts([accept(right).estimate(5)] * 4, step_seconds(4)) == [right] * 4
+
+
+def test_a_row_goes_where_it_is_most_likely_right():
+    counts = choose_counts([[0.9, 0.8, 0.1], [], [0.7, 0.02], [1.0] * 8], step_seconds(4, row=0.08))
+    assert counts == [2, 0, 1, 8]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_numbers_give_more_tokens_a_second(seed):
+    rng = random.Random(seed)
+    chances = [sorted((rng.random() for _ in range(3)), reverse=True) for _ in range(3)]
+    seconds = step_seconds(3, row=rng.choice([0.02, 0.1, 0.5]))
+
+    def rate(counts: tuple[int, ...] | list[int]) -> float:
+        right = sum(sum(of_one[:count]) for of_one, count in zip(chances, counts, strict=True))
+        return (3 + right) / seconds[sum(counts)]
+
+    best = max(itertools.product(range(4), repeat=3), key=rate)
+    found = choose_counts(chances, seconds)
+    assert rate(found) == pytest.approx(rate(best) if rate(best) >= GAIN * rate([0] * 3) else rate([0] * 3))
 
 
 def test_no_drafts_that_are_wrong():
-    assert choose(accept(0)) == 0
+    assert choose_counts([accept(0).estimate(5)] * 4, step_seconds(4)) == [0] * 4
+    assert choose_counts([[]] * 4, step_seconds(4)) == [0] * 4
 
 
 def test_no_drafts_where_rows_are_dear():
-    assert choose(accept(8), Steps(row=10.0)) == 0
-    assert choose(accept(8), Steps(row=0.0, thousand=10.0)) == 0, "each row reads the KV"
+    assert choose_counts([ALWAYS] * 4, step_seconds(4, row=10.0)) == [0] * 4
+
+
+def test_no_more_rows_than_there_is_room_for():
+    assert choose_counts([ALWAYS] * 4, step_seconds(4, rows=4)) == [0] * 4
+    assert sum(choose_counts([ALWAYS] * 4, step_seconds(4, rows=13))) == 9
 
 
 def test_a_small_gain_is_none():
     """Two tokens in ``GAIN`` times less than twice the time: ``(1 + 2 row) / (1 + row) = 2 / GAIN``."""
     row = (2 - GAIN) / (2 * GAIN - 2)
-    chosen = [choose(accept(1, drafts=1), Steps(row=each), requests=1, most=1) for each in (0.9 * row, 1.1 * row)]
-    assert chosen == [1, 0]
+    chosen = [choose_counts([[1.0]], step_seconds(1, row=each)) for each in (0.9 * row, 1.1 * row)]
+    assert chosen == [[1], [0]]
 
 
-def test_now_and_then_a_draft_is_tried():
-    acceptance = accept(0)
-    for _ in range(PROBE_STEPS):
-        assert choose(acceptance) == 0
-        acceptance.record_plain()
-    assert choose(acceptance) == 1
-    acceptance.record(1, [0])
-    assert choose(acceptance) == 0
+def test_drafts_that_were_wrong_are_tried_again():
+    acceptance, tried = accept(0), []
+    for step in range(400):
+        acceptance.pass_step()
+        (count,) = choose_counts([acceptance.estimate(5)], step_seconds(1))
+        if count:
+            tried.append(step)
+            acceptance.record(5, count, 0)
+    assert 4 <= len(tried) <= 20 and tried[0] > 100
 
 
 # -- the setting ------------------------------------------------------------------------------------------------------

@@ -150,11 +150,13 @@ class LoadReporter:
 
 
 def _sum_steps(steps: list[Step]) -> Decoded:
-    """Add up ``steps``, each with the median of their times: a pause of the machine is no property of the layout."""
+    """Add up ``steps``, each with the medians of their times and batches: a pause of the machine is no property of the
+    layout, and a step with drafts has more rows than one without."""
     if not steps:
         return Decoded()
-    seconds = len(steps) * median(step.seconds for step in steps)
-    return Decoded(len(steps), seconds, sum(step.requests for step in steps), sum(step.tokens for step in steps))
+    values = zip(*((step.seconds, step.requests, step.tokens) for step in steps), strict=True)
+    seconds, requests, tokens = (len(steps) * median(of_steps) for of_steps in values)
+    return Decoded(len(steps), seconds, round(requests), round(tokens))
 
 
 def _list_rounds(reqs: list[Req]) -> list[str]:

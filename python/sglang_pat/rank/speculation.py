@@ -6,7 +6,10 @@ changed, and the profile.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from sglang_pat.host import batches, loop, outputs, verify
 from sglang_pat.host import requests as host
@@ -14,7 +17,7 @@ from sglang_pat.host.batches import ScheduleBatch
 from sglang_pat.host.requests import Req
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile
-from sglang_pat.speculate.acceptance import KEYS, Acceptance, choose_count
+from sglang_pat.speculate.acceptance import KEYS, Acceptance, choose_counts
 from sglang_pat.speculate.drafter import Drafter
 
 if TYPE_CHECKING:
@@ -32,6 +35,11 @@ def begin(req: Req) -> None:
     req.pat_drafts = (0, 0, 0)
 
 
+def _get_texts(req: Req) -> tuple[int, str, Sequence[int], Sequence[int]]:
+    """The family of the prompt, the request's name, its prompt and what it has generated."""
+    return req.pat_family, host.get_name(req), host.get_prompt(req), host.get_output(req)
+
+
 class Speculation:
     """What a rank drafts.
 
@@ -46,71 +54,83 @@ class Speculation:
         if scheduler.adaptive.speculate == "auto":
             assert profile is not None, "the configuration has checked it"
             self._predictor = Predictor(profile)
-        self._drafter, self._asked = Drafter(), 0
-        self._acceptance = Acceptance(self.most)
+        self._drafter, self._acceptance = Drafter(), Acceptance(self.most)
+        self._wanted = False
+        self._matches: list[int] = []
+        """Of each request at the last choice by the profile; ``_counts``: drafts that each was to have in a step."""
+        self._counts: list[int] = []
 
     def forget(self) -> None:
-        """Begin anew: the ranks of the group, or the weights, are others."""
+        """Forget all texts: the ranks of the group, or the weights, are others."""
         self._drafter.forget()
-        self._acceptance = Acceptance(self.most)
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """How often drafts have been right, which the ranks of a new group take over from their leader."""
+        return self._acceptance
+
+    def take_over(self, acceptance: Acceptance) -> None:
+        self._acceptance = acceptance
 
     def record_ended(self, reqs: list[Req]) -> None:
         """Take in those of ``reqs`` that have ended, for their siblings."""
         for req in reqs if self.most else ():
             if host.has_ended(req):
-                self._drafter.end(req.pat_family, host.get_name(req), host.get_prompt(req), host.get_output(req))
+                self._drafter.end(*_get_texts(req))
 
     def settle(self) -> None:
-        """Choose how many drafts a request is to have in the next step.
+        """Find out whether the next step is to check drafts, if it decodes.
 
-        If any, results that are to come are processed first: the drafts follow them.
+        If so, results that are to come are processed first: the drafts follow them.
         """
-        self._asked = self._choose_count() if self.most else 0
-        if self._asked:
+        self._wanted = any(self._choose(loop.list_running_with_last(self._scheduler))) if self.most else False
+        if self._wanted:
             loop.process_pending(self._scheduler)
-
-    def _choose_count(self) -> int:
-        requests = loop.count_running(self._scheduler)
-        most = 0 if loop.has_grammar(self._scheduler) else self._fit(requests)
-        if self._predictor is None or not most:
-            return most
-        tp, tokens = self._scheduler.layouts.layout.tp, loop.count_decoding_tokens(self._scheduler)
-        count = choose_count(self._predictor, self._acceptance, tp, requests, tokens, most)
-        if not count:
-            self._acceptance.record_plain()
-        return count
-
-    def _fit(self, requests: int) -> int:
-        """Most drafts of each of so many ``requests``, 0 for none."""
-        return max(min(self.most, self._count_rows() // requests - 1), 0) if requests else 0
 
     def draft(self, batch: ScheduleBatch) -> list[list[int]]:
         """Drafts for each request of ``batch``, which is about to run; none at all if it is a plain step."""
-        if not self._asked or not verify.can_verify(batch):
+        if not self.most or not verify.can_verify(batch):
             return []
+        self._acceptance.pass_step()
         reqs = batches.list_batch(batch)
-        self._asked = min(self._asked, self._fit(len(reqs)))
-        drafts = [self._draft(req, self._asked) for req in reqs]
-        if not any(drafts):
-            self._acceptance.record(self._asked, [0] * len(reqs))
+        self._counts = self._choose(reqs) if self._wanted else []
+        drafts = [
+            self._drafter.draft(*_get_texts(req), count) if count else []
+            for req, count in zip(reqs, self._counts or [0] * len(reqs), strict=True)
+        ]
+        if any(drafts):
+            return drafts
+        for match, count in zip(self._matches, self._counts, strict=False):
+            self._acceptance.record(match, count, 0)
+        return []
+
+    def _choose(self, reqs: list[Req]) -> list[int]:
+        """Number of drafts that each of ``reqs`` is to have in a step."""
+        most, tokens = self._count_rows() - len(reqs), loop.count_decoding_tokens(self._scheduler)
+        if not reqs or most < 1 or loop.has_grammar(self._scheduler):
             return []
-        return drafts
+        allowed = [min(self.most, max(verify.count_allowed(req), 0)) for req in reqs]
+        if self._predictor is None:
+            return [min(count, most // len(reqs)) for count in allowed]
+        rows, tp = len(reqs) + np.arange(most + 1), self._scheduler.layouts.layout.tp
+        seconds = np.asarray(self._predictor.step_seconds(tp, rows, tokens / len(reqs) * rows))
+        if not any(choose_counts([[1.0] * self.most] * len(reqs), seconds)):
+            return []  # not if all were right
+        self._matches = [self._drafter.match(*_get_texts(req)) for req in reqs]
+        chances = [
+            self._acceptance.estimate(match)[:count] for match, count in zip(self._matches, allowed, strict=True)
+        ]
+        return choose_counts(chances, seconds)
 
     def _count_rows(self) -> int:
         """Most rows of a step: attention back ends have room for as many as may run, graphs for those captured."""
         graph = self._scheduler.layouts.get_largest_graph() or MOST_ROWS
         return min(MOST_ROWS, graph, loop.get_max_running(self._scheduler))
 
-    def _draft(self, req: Req, count: int) -> list[int]:
-        output = host.get_output(req)
-        count = min(count, verify.count_allowed(req))
-        if count < 1:
-            return []
-        return self._drafter.draft(req.pat_family, host.get_name(req), host.get_prompt(req), output, count)
-
     def record(self, checked: verify.Checked) -> None:
         """Note how many drafts of each request were right, before their tokens go out."""
-        self._acceptance.record(self._asked, checked.right)
+        for match, count, right in zip(self._matches, self._counts, checked.right, strict=False):
+            self._acceptance.record(match, count, right)
         if self._scheduler.is_leader:
             self._scheduler.load.record_drafts(sum(map(len, checked.drafts)), sum(checked.right))
         for req, drafted, right in zip(checked.reqs, checked.drafts, checked.right, strict=True):

@@ -1,74 +1,75 @@
-"""How many drafts of a step are right (:class:`Acceptance`), and how many a step should check."""
+"""How many drafts of a step are right (:class:`Acceptance`), and how many each request should have."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
-
-from sglang_pat.predict.predictor import StepPredictor
 
 KEYS = ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")
 """Keys of ``meta_info``, by SGLang's names: number of steps that checked drafts, of drafts, and of right drafts."""
 
-KEPT = 0.98
-"""Share of what was counted that a step with drafts leaves of it: some fifty steps count."""
+MATCHES = (1, 2, 3, 5, 8, 12)
+"""Least match (:meth:`.drafter.Drafter.match`) of each class.  Drafts of a class are right about equally often."""
+KEPT = 0.99
+"""Share of what was counted that a step leaves of it: some hundred steps count."""
 BEGIN = 0.5
-"""Probability of a draft before any was checked; counts as one draft."""
+"""Probability of a draft before any was checked; counts as one draft.  So drafts that were wrong are tried again as
+what was counted fades."""
 GAIN = 1.1
 """Least gain of a step with drafts, by the profile: it does not know the host's work for drafts."""
-PROBE_STEPS = 64
-"""Plain steps after which one step checks a draft all the same, so that it is known when drafts have become better."""
 
 
 class Acceptance:
-    """Probability that a draft is right if those before it are, by its place, over the last steps."""
+    """Probability that a draft is right if those before it are, by match and place, over the last steps."""
 
     def __init__(self, most: int) -> None:
-        self._checked, self._right = [1.0] * most, [BEGIN] * most
-        self._plain = 0
+        self._checked, self._right = np.zeros((2, len(MATCHES), most))
 
-    def record(self, asked: int, right: Sequence[int]) -> None:
-        """Note a step in which each request was to have ``asked`` drafts, and how many of them were ``right``.
+    def pass_step(self) -> None:
+        """Note that there is a decode step, with drafts or without."""
+        self._checked *= KEPT
+        self._right *= KEPT
 
-        A draft that was not found, or not allowed, was not right.
+    def record(self, match: int, asked: int, right: int) -> None:
+        """Note that of ``asked`` drafts after a ``match`` the first ``right`` were right.
+
+        A draft that was not found was not right.
         """
-        self._plain = 0
-        for place in range(asked):
-            self._checked[place] = KEPT * self._checked[place] + sum(count >= place for count in right)
-            self._right[place] = KEPT * self._right[place] + sum(count > place for count in right)
+        if match and asked:
+            number = _classify(match)
+            self._checked[number, : min(right + 1, asked)] += 1
+            self._right[number, :right] += 1
 
-    def record_plain(self) -> None:
-        """Note a step for which no drafts were asked."""
-        self._plain += 1
-
-    @property
-    def must_probe(self) -> bool:
-        return self._plain >= PROBE_STEPS
-
-    def compute_tokens(self, most: int) -> list[float]:
-        """Tokens that a request is expected to get in a step with 0, 1, … ``most`` drafts."""
-        tokens, reached = [1.0], 1.0
-        for checked, right in zip(self._checked[:most], self._right[:most], strict=True):
-            reached *= right / checked
-            tokens.append(tokens[-1] + reached)
-        return tokens
+    def estimate(self, match: int) -> list[float]:
+        """Probability of each draft after a ``match`` that it and all before it are right; none without a match."""
+        if not match:
+            return []
+        number = _classify(match)
+        right = (self._right[number] + BEGIN) / (self._checked[number] + 1)
+        return list(accumulate(right.tolist(), lambda before, this: before * this))
 
 
-def choose_count(
-    predictor: StepPredictor, acceptance: Acceptance, tp: int, requests: int, tokens: int, most: int
-) -> int:
+def _classify(match: int) -> int:
+    return bisect_right(MATCHES, match) - 1
+
+
+def choose_counts(chances: Sequence[Sequence[float]], seconds: np.ndarray) -> list[int]:
     """Number of drafts of each request with which a step gives the most tokens a second; 0 if a plain step does.
 
-    A step with drafts is, to the profile, a decode step of as many more requests of the same lengths.
-
     Args:
-        tp: degree of the replica.
-        requests, tokens: what a plain step decodes, and how many tokens it attends to.
-        most: most drafts.
+        chances: for each request, :meth:`Acceptance.estimate` as far as it may have drafts.
+        seconds: of a step with 0, 1, … drafts of all requests together.
     """
-    rows = np.arange(1, most + 2)
-    seconds = np.asarray(predictor.step_seconds(tp, requests * rows, tokens * rows)).tolist()
-    gains = [each * seconds[0] / taken for each, taken in zip(acceptance.compute_tokens(most), seconds, strict=True)]
-    best = max(range(most + 1), key=gains.__getitem__)
-    return best if gains[best] >= GAIN else int(acceptance.must_probe)
+    ordered = sorted((-chance, number) for number, of_one in enumerate(chances) for chance in of_one)
+    ordered = ordered[: len(seconds) - 1]
+    tokens = list(accumulate((-chance for chance, _ in ordered), initial=float(len(chances))))
+    gains = np.array(tokens) / seconds[: len(tokens)]
+    best = int(gains.argmax())
+    counts = [0] * len(chances)
+    if gains[best] >= GAIN * gains[0]:
+        for _, number in ordered[:best]:
+            counts[number] += 1
+    return counts

@@ -71,15 +71,23 @@ class _Family:
 
     def find_next(self, context: list[int]) -> int | None:
         """The token that is expected after ``context``; None if nothing like it was seen."""
+        longest, places = self.find_longest(context)
+        seen = [text[at] for text, at in places]
+        return max(reversed(seen), key=seen.count) if longest else None
+
+    def find_longest(self, context: list[int]) -> tuple[int, list[Place]]:
+        """Length of the longest end of ``context`` that was seen before something, and where; 0 and no place if
+        none was."""
         for length in LOOKED_UP:
             if len(context) >= length and (places := self._places.get(tuple(context[-length:]))):
-                break
-        else:
-            return None
-        matches = [_count_match(context, text, at) for text, at in places]
-        longest = max(matches)
-        seen = [text[at] for (text, at), match in zip(places, matches, strict=True) if match == longest]
-        return max(reversed(seen), key=seen.count)
+                matches = [_count_match(context, text, at) for text, at in places]
+                longest = max(matches)
+                return longest, [place for place, match in zip(places, matches, strict=True) if match == longest]
+        return 0, []
+
+
+def _get_context(prompt: Sequence[int], output: Sequence[int]) -> list[int]:
+    return [*prompt[-CONTEXT:], *output[-CONTEXT:]][-CONTEXT:]
 
 
 def _count_match(context: list[int], text: list[int], end: int) -> int:
@@ -117,14 +125,22 @@ class Drafter:
             name: the request's.
             prompt, output: token ids of the prompt, and of the response so far.
         """
-        found = self._use(family)
+        found, context = self._use(family), _get_context(prompt, output)
         found.take_in(name, prompt, output)
-        context = [*prompt[-CONTEXT:], *output[-CONTEXT:]][-CONTEXT:]
         drafted: list[int] = []
         while len(drafted) < count and (token := found.find_next(context)) is not None:
             drafted.append(token)
             context = [*context[1 - CONTEXT :], token]
         return drafted
+
+    def match(self, family: int, name: str, prompt: Sequence[int], output: Sequence[int]) -> int:
+        """Number of the last tokens, :data:`CONTEXT` at most, that were seen before something in a text of the prompt.
+
+        The larger it is, the more likely drafts are right.  Arguments are those of :meth:`draft`.
+        """
+        found = self._use(family)
+        found.take_in(name, prompt, output)
+        return found.find_longest(_get_context(prompt, output))[0]
 
     def end(self, family: int, name: str, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Keep a response that has ended, for those to the same prompt that have not."""

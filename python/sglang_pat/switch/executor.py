@@ -224,7 +224,7 @@ class SwitchExecutor:
             has_kv, waiting, rows = requests.split_by_kv(self.scheduler)
             held = has_kv + waiting
             offer, capsules = requests.make_offer(self.scheduler, new, has_kv, waiting, rows, command.recompute_below)
-            offer.taken = loop.read_counters(self.scheduler)
+            offer.taken, offer.acceptance = loop.read_counters(self.scheduler), self.scheduler.speculation.acceptance
             if self.experts is not None and self.scheduler.is_leader:
                 self.experts.publish(offer.live, rows)
             self._mark("capsules")
@@ -293,6 +293,8 @@ class SwitchExecutor:
         leader = install.find_old_leader(self.rank, self.layouts.layout, new)
         self.scheduler.enter_layout(new, epoch, fence)
         loop.write_counters(self.scheduler, offers[leader].taken)
+        if (acceptance := offers[leader].acceptance) is not None:
+            self.scheduler.speculation.take_over(acceptance)
         if self.experts is not None:
             self.experts.turn(leads=self.rank in new.leaders)
         for req in [req for req, _, _ in incoming.decoding] + incoming.waiting:

@@ -22,6 +22,7 @@ from sglang_pat.layout import ParallelLayout, needs_capsules
 from sglang_pat.messages import NO_KV, Grammar
 from sglang_pat.rank.degrees import Degrees
 from sglang_pat.rank.speculation import Drafts
+from sglang_pat.speculate.acceptance import Acceptance
 from sglang_pat.switch import plan
 from sglang_pat.switch.grammars import list_needed_grammars
 from sglang_pat.switch.transfer import download
@@ -219,7 +220,8 @@ class GroupOffer:
         fence: the fence that its next output would have carried.
         weight_version: number of weight updates this rank has applied.
         entered: time when each request came into the queue, by the leader's clock; live ones first.
-        taken: values that ranks of a new group take over from their leader (``loop.COUNTERS``).
+        taken: values that ranks of a new group take over from their leader (``loop.COUNTERS``); ``acceptance``: how
+            often its drafts were right, likewise.
     """
 
     live: list[plan.LiveRequest] = field(default_factory=list)
@@ -230,6 +232,7 @@ class GroupOffer:
     weight_version: int = 0
     entered: list[float] = field(default_factory=list)
     taken: dict[str, Any] = field(default_factory=dict)
+    acceptance: Acceptance | None = None
 
 
 @dataclass

@@ -27,6 +27,7 @@ class SwitchingScheduler(SglangScheduler, Protocol):
     channel: RankChannel
     output: OutputSender
     load: Any
+    speculation: Any
     dropped: Dropped
     _paused_by_client: bool
 
