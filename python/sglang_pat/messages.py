@@ -414,6 +414,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         finished: responses that ended since the last report.
         decoded: decode steps since the last report.
         drafts: steps with drafts, drafts and right ones since the last report.
+        chances: how likely drafts are right (:class:`~sglang_pat.policies.snapshot.Snapshot`).
     """
 
     rank: int
@@ -433,6 +434,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     kv_totals: dict[int, int] = {}
     decoded: Decoded = Decoded()
     drafts: tuple[int, int, int] = (0, 0, 0)
+    chances: list[float] = []
 
 
 class StatusQuery(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -129,6 +129,7 @@ class World:
         """Whether requests have grammars."""
         self.kv_totals: dict[int, int] = {}
         self.decoded = m.Decoded()
+        self.chances: list[float] = []
         self.retracted = 0
         """What the next load report says."""
         self.last_serial = -1
@@ -235,6 +236,7 @@ class World:
                 weight_updates=0,
                 kv_totals=self.kv_totals,
                 decoded=self.decoded,
+                chances=self.chances,
             )
         )
         self.retracted = 0

@@ -64,6 +64,19 @@ def test_policies_are_shown_by_what_the_profile_is_off():
     )
 
 
+def test_policies_are_shown_how_likely_drafts_are_right():
+    """The last reports count most; a replica that says nothing of drafts does not count."""
+    rig = Rig(1, 2, keep_layout, policy="survival", profile="-")
+    rig.work(4)
+    rig.settle()
+    for rank, chances in ((0, [0.8, 0.4]), (1, []), *[(1, [0.5, 0.1])] * 40):
+        rig.world.chances = chances
+        rig.world.report(rank)
+        rig.deliver()
+    rig.coordinator.handle_timer(DECISION_INTERVAL_SECONDS)
+    assert rig.world.decisions[-1][0].chances == pytest.approx((0.5, 0.1), abs=1e-3)
+
+
 def test_switches_are_counted_while_the_engine_is_not_empty():
     rig = Rig(1, 2, policy="threshold", switch_at=2)
     rig.work(6)

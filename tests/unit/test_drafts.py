@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from sglang_pat.config import AUTO_DRAFTS, MOST_DRAFTS, AdaptiveConfig
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.registry import make_policy
 from sglang_pat.speculate import drafter as module
 from sglang_pat.speculate.acceptance import BEGIN, GAIN, MATCHES, Acceptance, choose_counts
 from sglang_pat.speculate.drafter import CONTEXT, Drafter, count_right
+from sglang_pat.speculate.steps import DraftingPredictor
+
+from .policy_world import crossing, machine, snapshot
 
 PROMPT = list(range(100, 130))
 
@@ -156,13 +162,13 @@ def test_drafts_are_right_as_often_as_they_were():
 def test_a_match_tells_of_those_alike():
     """Wrong drafts after one equal token say nothing of those after twelve."""
     wrong = accept(right=0, match=1)
-    assert wrong.estimate(1)[0] < 0.05 and wrong.estimate(12)[0] == wrong.estimate(2)[0] == BEGIN
+    assert wrong.estimate(1)[0] < 0.05 and [wrong.estimate(match)[0] for match in MATCHES[1:]] == BEGIN[1:, 0].tolist()
     assert wrong.estimate(0) == []
     assert accept(right=8, match=6).estimate(7)[7] > 0.9
     # Each class begins at its least match.
     for number, match in enumerate(MATCHES[1:], 1):
         found = accept(right=8, match=match)
-        assert found.estimate(match)[0] > BEGIN == found.estimate(MATCHES[number] - 1)[0]
+        assert found.estimate(match)[0] > 0.9 and found.estimate(MATCHES[number] - 1)[0] == BEGIN[number - 1]
 
 
 def test_as_many_drafts_as_are_right():
@@ -220,6 +226,41 @@ def test_drafts_that_were_wrong_are_tried_again():
             tried.append(step)
             acceptance.record(5, count, 0)
     assert 4 <= len(tried) <= 20 and tried[0] > 100
+
+
+# -- what a policy makes of it ----------------------------------------------------------------------------------------
+
+
+def test_seconds_a_token_where_drafts_pay():
+    """Twice the rows take 1.03 times as long in the crossing's tp1, and give 1.5 tokens."""
+    plain, _ = machine(crossing())
+    drafting = DraftingPredictor(plain, [0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    assert drafting.step_seconds(1, 2, 2000) == pytest.approx(plain.step_seconds(1, 4, 4000) / 1.5)
+    both = drafting.step_seconds(1, np.array([2.0, 100.0]), np.array([2000.0, 1e5]))
+    assert both[0] == drafting.step_seconds(1, 2, 2000)
+    assert both[1] == plain.step_seconds(1, 100, 1e5), "there is no room for 200 rows"
+    assert type(drafting.step_seconds(1, 2, 2000, 1)) is float
+    sure = DraftingPredictor(plain, [1.0] * 8)
+    assert sure.step_seconds(1, 1, 100) == pytest.approx(plain.step_seconds(1, 9, 900) / 9)
+
+
+def test_drafts_that_do_not_pay_change_no_seconds():
+    plain, _ = machine(crossing())
+    for chances in ([], [0.0] * 8, [0.05] + [0.0] * 7):
+        assert DraftingPredictor(plain, chances).step_seconds(4, 8, 800) == plain.step_seconds(4, 8, 800)
+
+
+def test_the_policy_merges_later_where_drafts_are_right():
+    """Rows are dear in the high degree: with drafts the low one is the better for more of the batch."""
+    predictor, costs = machine(crossing())
+    policy = make_policy("survival", predictor=predictor, costs=costs)
+
+    def find_merge(chances: tuple[float, ...]) -> int:
+        """Most requests with which a batch of 64 is merged."""
+        seen = (replace(snapshot([200] * left, peak=64), chances=chances) for left in range(64, 0, -1))
+        return next(len(each.load) for each in seen if policy(each, LengthHistory()).tp > 1)
+
+    assert find_merge((0.95,) * 8) < find_merge(()) / 2
 
 
 # -- the setting ------------------------------------------------------------------------------------------------------

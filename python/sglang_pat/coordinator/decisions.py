@@ -30,6 +30,9 @@ LONGEST_INTERVAL_SECONDS = 1.0
 """Most seconds between two questions, as aborts may empty half of a batch at any time."""
 
 
+NEW = 0.2
+"""Weight of the last report in what is known of drafts."""
+
 CALIBRATION = "calibration"
 """Reason of switches that no status, record or metric counts."""
 
@@ -96,6 +99,7 @@ class Decisions:
         self.calibrating = False
         self._last_abort = self._last_switch = self._last_decision = float("-inf")
         self._opened = False
+        self._chances: tuple[float, ...] = ()
 
     # -- what has happened ------------------------------------------------------------------------
 
@@ -132,6 +136,12 @@ class Decisions:
             return
         self._last_switch = now
         self.round.switches += 1
+
+    def record_drafts(self, report: m.LoadReport) -> None:
+        """Learn how likely drafts are right; replicas report some tens of times in a second."""
+        old = self._chances or report.chances
+        if report.chances and not self.calibrating:
+            self._chances = tuple((1 - NEW) * a + NEW * b for a, b in zip(old, report.chances, strict=True))
 
     def record_decode_steps(self, report: m.LoadReport, layout: ParallelLayout, now: float) -> None:
         """Learn from steps of ``layout``, which is in force, that a leader reports."""
@@ -242,6 +252,7 @@ class Decisions:
             doubts=self.factors.compute_uncertainty(layout.tp, working, load.prompt + load.output)
             if self.factors
             else {},
+            chances=self._chances,
         )
 
     def _room(self, layout: ParallelLayout) -> dict[int, int]:

@@ -277,6 +277,7 @@ class Coordinator:
         if report.rank in self._leaders and is_report_of(report, self.layout):
             self._leaders[report.rank].apply_report(report)
             self._decisions.record_decode_steps(report, self.layout, now)
+            self._decisions.record_drafts(report)
             self._count_requests()
         else:
             self._switching.keep_early_report(report)

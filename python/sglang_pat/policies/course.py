@@ -9,9 +9,8 @@ import numpy as np
 
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.prompts import count_prompts_to_compute, count_shared_tokens
-from sglang_pat.policies.rules import SETTLE_SECONDS
+from sglang_pat.policies.rules import SETTLE_SECONDS, predict_as_seen
 from sglang_pat.policies.snapshot import Load, Snapshot
-from sglang_pat.predict.correction import CorrectedPredictor
 from sglang_pat.predict.cost import SwitchCosts
 from sglang_pat.predict.predictor import StepPredictor
 
@@ -165,7 +164,7 @@ class LayoutPlanner:
 
     def plan(self, snapshot: Snapshot, outlook: Outlook) -> LayoutPlan:
         degrees, here = snapshot.degrees, snapshot.degrees.index(snapshot.tp)
-        predictor = CorrectedPredictor(self.predictor, snapshot.factors)
+        predictor = predict_as_seen(self.predictor, snapshot)
         # Of the other requests left, those on the replica of one that is left.
         batches = {tp: 1 + (outlook.number - 1) * _compute_share_after(snapshot, tp) for tp in degrees}
         most = self._count_running(snapshot, outlook)
@@ -200,7 +199,7 @@ class LayoutPlanner:
         Also 0 once responses have ended and not as many requests have come: they may be the next turns of agents, whose
         prompts are in the tree but for their ends.
         """
-        predictor, load = CorrectedPredictor(self.predictor, snapshot.factors), snapshot.load
+        predictor, load = predict_as_seen(self.predictor, snapshot), snapshot.load
         new = np.flatnonzero(load.output == 0)
         full = len(snapshot.coming) or snapshot.requests >= snapshot.peak
         if not full or not len(new) or not predictor.has_prefill(tp):
@@ -217,7 +216,7 @@ class LayoutPlanner:
 
     def _estimate_seconds(
         self,
-        predictor: CorrectedPredictor,
+        predictor: StepPredictor,
         snapshot: Snapshot,
         outlook: Outlook,
         tp: int,

@@ -13,9 +13,8 @@ several times in one batch.
 from __future__ import annotations
 
 from sglang_pat.policies.lengths import LengthHistory
-from sglang_pat.policies.rules import compute_completion_wait, decide_when_idle, may_raise
+from sglang_pat.policies.rules import compute_completion_wait, decide_when_idle, may_raise, predict_as_seen
 from sglang_pat.policies.snapshot import Decision, Load, Policy, Snapshot
-from sglang_pat.predict.correction import CorrectedPredictor
 from sglang_pat.predict.cost import SwitchCost, SwitchCosts
 from sglang_pat.predict.predictor import StepPredictor
 
@@ -51,7 +50,7 @@ def choose_degree_by_pat(
     load: Load = snapshot.load
     lengths = load.prompt + load.output
     mean = float(lengths.mean())
-    predictor = CorrectedPredictor(predictor, snapshot.factors)
+    predictor = predict_as_seen(predictor, snapshot)
     remaining = max(int((load.limit - load.output).max()), 0)
     totals: dict[int, float] = {}
     switch: dict[int, SwitchCost] = {}

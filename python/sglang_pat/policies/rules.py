@@ -1,9 +1,12 @@
-"""What the deciding policies have in common: when nothing is to be decided (:func:`decide_when_idle`), and when tp may
-be raised (:func:`may_raise`)."""
+"""What the deciding policies have in common: when nothing is to be decided (:func:`decide_when_idle`), when tp may be
+raised (:func:`may_raise`), and what a step takes (:func:`predict_as_seen`)."""
 
 from __future__ import annotations
 
 from sglang_pat.policies.snapshot import Decision, Snapshot
+from sglang_pat.predict.correction import CorrectedPredictor
+from sglang_pat.predict.predictor import StepPredictor
+from sglang_pat.speculate.steps import DraftingPredictor
 
 SETTLE_SECONDS = 1.0
 """tp is not raised before this long after the last arrival unless the batch has arrived, so that the first requests of
@@ -31,6 +34,12 @@ def decide_when_idle(snapshot: Snapshot) -> Decision | None:
     if snapshot.requests == 0:
         return Decision(tp=snapshot.tp if snapshot.in_round else snapshot.degrees[0])
     return None
+
+
+def predict_as_seen(predictor: StepPredictor, snapshot: Snapshot) -> StepPredictor:
+    """Step times of a profile, corrected by what this run has told, and with the drafts that pay."""
+    corrected = CorrectedPredictor(predictor, snapshot.factors)
+    return DraftingPredictor(corrected, snapshot.chances) if snapshot.chances else corrected
 
 
 def compute_completion_wait(cost: float, saving: float) -> float:

@@ -67,6 +67,8 @@ class Snapshot:
         factors: measured over predicted time of a step by degree, as far as this run has told; 1 where there is none.
         doubts: standard deviation of the logarithm of each factor over that of ``tp``, for the present load; 0 where
             there is none.
+        chances: probability of the first, second, … draft of a request that it and those before it are right, of late;
+            empty where the profile does not choose drafts (``--pat-speculate auto``).
     """
 
     now: float
@@ -87,6 +89,7 @@ class Snapshot:
     switches: int = 0
     factors: Mapping[int, StepFactor] = field(default_factory=dict[int, StepFactor])
     doubts: Mapping[int, float] = field(default_factory=dict[int, float])
+    chances: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

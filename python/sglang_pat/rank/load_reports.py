@@ -144,6 +144,7 @@ class LoadReporter:
                 kv_totals=scheduler.layouts.kv_totals,
                 decoded=_sum_steps(self._decoded),
                 drafts=self._drafts,
+                chances=scheduler.speculation.chances,
             )
         )
         self._finished, self.retracted, self._decoded, self._drafts = [], 0, [], (0, 0, 0)

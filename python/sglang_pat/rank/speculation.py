@@ -17,7 +17,7 @@ from sglang_pat.host.batches import ScheduleBatch
 from sglang_pat.host.requests import Req
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile
-from sglang_pat.speculate.acceptance import KEYS, Acceptance, choose_counts
+from sglang_pat.speculate.acceptance import KEYS, MOST_ROWS, Acceptance, choose_counts
 from sglang_pat.speculate.drafter import Drafter
 
 if TYPE_CHECKING:
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 Drafts = tuple[int, int, int]
 """Values of ``KEYS`` (``speculate/acceptance.py``)."""
-
-MOST_ROWS = 128
-"""Most rows of a step with drafts: requests, and drafts of all of them."""
 
 
 def begin(req: Req) -> None:
@@ -45,6 +42,9 @@ class Speculation:
 
     Attributes:
         most: most drafts of a request in one step; 0 for none at all.
+        acceptance: how often drafts were right; at a switch that of the new leader.
+        chances: probability of the first, second, … draft of a request that it and those before it are right, on
+            average at the last choice by the profile; empty before.
     """
 
     def __init__(self, scheduler: SwitchingScheduler, profile: Profile | None) -> None:
@@ -54,23 +54,17 @@ class Speculation:
         if scheduler.adaptive.speculate == "auto":
             assert profile is not None, "the configuration has checked it"
             self._predictor = Predictor(profile)
-        self._drafter, self._acceptance = Drafter(), Acceptance(self.most)
+        self._drafter, self.acceptance = Drafter(), Acceptance(self.most)
         self._wanted = False
-        self._matches: list[int] = []
-        """Of each request at the last choice by the profile; ``_counts``: drafts that each was to have in a step."""
         self._counts: list[int] = []
+        """Number of drafts that each request was to have in the last step."""
+        self._matches: list[int] = []
+        """Match of each request at the last choice by the profile."""
+        self.chances: list[float] = []
 
     def forget(self) -> None:
         """Forget all texts: the ranks of the group, or the weights, are others."""
         self._drafter.forget()
-
-    @property
-    def acceptance(self) -> Acceptance:
-        """How often drafts have been right, which the ranks of a new group take over from their leader."""
-        return self._acceptance
-
-    def take_over(self, acceptance: Acceptance) -> None:
-        self._acceptance = acceptance
 
     def record_ended(self, reqs: list[Req]) -> None:
         """Take in those of ``reqs`` that have ended, for their siblings."""
@@ -91,7 +85,7 @@ class Speculation:
         """Drafts for each request of ``batch``, which is about to run; none at all if it is a plain step."""
         if not self.most or not verify.can_verify(batch):
             return []
-        self._acceptance.pass_step()
+        self.acceptance.pass_step()
         reqs = batches.list_batch(batch)
         self._counts = self._choose(reqs) if self._wanted else []
         drafts = [
@@ -101,7 +95,7 @@ class Speculation:
         if any(drafts):
             return drafts
         for match, count in zip(self._matches, self._counts, strict=False):
-            self._acceptance.record(match, count, 0)
+            self.acceptance.record(match, count, 0)
         return []
 
     def _choose(self, reqs: list[Req]) -> list[int]:
@@ -117,9 +111,8 @@ class Speculation:
         if not any(choose_counts([[1.0] * self.most] * len(reqs), seconds)):
             return []  # not if all were right
         self._matches = [self._drafter.match(*_get_texts(req)) for req in reqs]
-        chances = [
-            self._acceptance.estimate(match)[:count] for match, count in zip(self._matches, allowed, strict=True)
-        ]
+        chances = [self.acceptance.estimate(match)[:count] for match, count in zip(self._matches, allowed, strict=True)]
+        self.chances = [sum(sum(each[place : place + 1]) for each in chances) / len(reqs) for place in range(self.most)]
         return choose_counts(chances, seconds)
 
     def _count_rows(self) -> int:
@@ -130,7 +123,7 @@ class Speculation:
     def record(self, checked: verify.Checked) -> None:
         """Note how many drafts of each request were right, before their tokens go out."""
         for match, count, right in zip(self._matches, self._counts, checked.right, strict=False):
-            self._acceptance.record(match, count, right)
+            self.acceptance.record(match, count, right)
         if self._scheduler.is_leader:
             self._scheduler.load.record_drafts(sum(map(len, checked.drafts)), sum(checked.right))
         for req, drafted, right in zip(checked.reqs, checked.drafts, checked.right, strict=True):

@@ -15,9 +15,11 @@ MATCHES = (1, 2, 3, 5, 8, 12)
 """Least match (:meth:`.drafter.Drafter.match`) of each class.  Drafts of a class are right about equally often."""
 KEPT = 0.99
 """Share of what was counted that a step leaves of it: some hundred steps count."""
-BEGIN = 0.5
-"""Probability of a draft before any was checked; counts as one draft.  So drafts that were wrong are tried again as
-what was counted fades."""
+BEGIN = np.array([[0.2], [0.3], [0.4], [0.5], [0.5], [0.5]])
+"""Probability of a draft of each class before any was checked, as measured of a small model (docs/results/
+speculation.md); counts as one draft.  So drafts that were wrong are tried again as what was counted fades."""
+MOST_ROWS = 128
+"""Most rows of a step with drafts: requests, and drafts of all of them."""
 GAIN = 1.1
 """Least gain of a step with drafts, by the profile: it does not know the host's work for drafts."""
 
@@ -48,7 +50,7 @@ class Acceptance:
         if not match:
             return []
         number = _classify(match)
-        right = (self._right[number] + BEGIN) / (self._checked[number] + 1)
+        right = (self._right[number] + BEGIN[number]) / (self._checked[number] + 1)
         return list(accumulate(right.tolist(), lambda before, this: before * this))
 
 
