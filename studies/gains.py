@@ -103,6 +103,8 @@ class GainTask:
     seed: int
     times: Callable[[Roofline], Roofline] = keep
     """What becomes of the modelled step times."""
+    seen: Callable[[Roofline], Roofline] | None = None
+    """What the policy's profile has of them; None: all of it."""
 
 
 def count_room(machine: Machine, model: ModelSize, base_tp: int) -> dict[int, int]:
@@ -117,11 +119,22 @@ def list_degrees(machine: Machine, model: ModelSize, shape: Shape) -> list[int]:
     return [tp for tp in DEGREES if count_room(machine, model, tp)[tp] >= PROMPT + shape.limit]
 
 
-def make_node(machine: Machine, model: ModelSize, base_tp: int, change: Callable[[Roofline], Roofline] = keep) -> Node:
-    """A node with the profile that ``profiler.sweep``'s grid gives of the modelled times, changed by ``change``."""
-    times, room = change(modelled.make_times(machine, model)), count_room(machine, model, base_tp)
-    axes = grid.BATCHES, grid.CONTEXTS
-    profile = modelled.build(machine, model, base_tp, ("profiler.sweep's grid",), False, times, axes, room)
+def make_node(
+    machine: Machine,
+    model: ModelSize,
+    base_tp: int,
+    change: Callable[[Roofline], Roofline] = keep,
+    seen: Callable[[Roofline], Roofline] | None = None,
+) -> Node:
+    """A node with the profile that ``profiler.sweep``'s grid gives of the modelled times.
+
+    Args:
+        change: what becomes of these times; ``seen``: what becomes of them in the profile, if that is something else.
+    """
+    plain, room = modelled.make_times(machine, model), count_room(machine, model, base_tp)
+    times, axes = change(plain), (grid.BATCHES, grid.CONTEXTS)
+    shown = (seen or change)(plain)
+    profile = modelled.build(machine, model, base_tp, ("profiler.sweep's grid",), False, shown, axes, room)
     # Prefill is left out of the rounds, so the policy is not to count it.
     predictor, costs = build_predictors(msgspec.structs.replace(profile, prefill=()))
     policy = make_policy("survival", predictor=predictor, costs=costs, max_running=None)
@@ -131,7 +144,8 @@ def make_node(machine: Machine, model: ModelSize, base_tp: int, change: Callable
 def study(task: GainTask) -> Rounds:
     """All rounds of one layout; the same lengths for all."""
     machine, model, shape = MACHINES[task.machine], MODELS[task.model], parse_shape(task.lengths)
-    node = make_node(machine, model, task.tp if task.adaptive else list_degrees(machine, model, shape)[0], task.times)
+    base_tp = task.tp if task.adaptive else list_degrees(machine, model, shape)[0]
+    node = make_node(machine, model, base_tp, task.times, task.seen)
     if not task.adaptive:
         node = replace(node, room=count_room(machine, model, task.tp))
     random, history, starts = np.random.default_rng(task.seed), LengthHistory(), StartDegrees(tuple(node.room))

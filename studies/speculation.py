@@ -7,6 +7,8 @@ a step of ``k + 1`` times the rows: of the products, the all-reduces and the exp
 many tokens as were accepted, and one more.  ``k`` is the best one for each degree, batch and context, 0 among them, and
 the policy sees the times that come of it.  The best ``k`` is known, and acceptance is the same at each position.
 
+What a policy loses that knows nothing of drafts is in the ways ``blind``.
+
 Each drafter has two bounds.  **Low**: each row reads the KV of its request by itself, and the step takes 1 ms more on
 the host.  **High**: rows of a request read its KV once, and the host adds 0.2 ms.
 """
@@ -78,9 +80,18 @@ class Speculate:
         return SpeculatingTimes(**vars(times), gained=DRAFTERS[self.drafter], again=again, host_seconds=host)
 
 
-def list_ways() -> dict[str, Callable[[Roofline], Roofline]]:
-    """What becomes of the step times, by way to generate."""
-    return {"plain": gains.keep} | {f"{name}, {bound}": Speculate(name, bound) for name in DRAFTERS for bound in BOUNDS}
+Times = Callable[[Roofline], Roofline]
+BLIND = [("one sibling", "high"), ("trained", "high")]
+"""Drafters and bounds that are also tried with a policy to which steps are plain."""
+
+
+def list_ways() -> dict[str, tuple[Times, Times | None]]:
+    """What becomes of the step times, and of those that the policy knows if they are others, by way to generate."""
+    return (
+        {"plain": (gains.keep, None)}
+        | {f"{name}, {bound}": (Speculate(name, bound), None) for name in DRAFTERS for bound in BOUNDS}
+        | {f"{name}, {bound}, blind": (Speculate(name, bound), gains.keep) for name, bound in BLIND}
+    )
 
 
 def list_rows(found: Mapping[str, gains.Found]) -> list[tuple[str, ...]]:
@@ -107,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     sizes, rounds = (SIZES[:1], 1) if args.quick else (SIZES, args.rounds)
     tasks, ways = gains.plan(gains.LENGTHS, rounds, sizes, seed=0), list_ways()
-    of_way = [(name, replace(task, times=way)) for name, way in ways.items() for task in tasks]
+    of_way = [(name, replace(task, times=way, seen=seen)) for name, (way, seen) in ways.items() for task in tasks]
     with ProcessPoolExecutor(args.jobs) as pool:
         results = pool.map(gains.study, [task for _, task in of_way])
         done = list(track(results, "layouts", len(of_way), console=Console(stderr=True)))
