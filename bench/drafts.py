@@ -15,6 +15,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -25,6 +26,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from sglang_pat.speculate.acceptance import MATCHES
 from sglang_pat.speculate.drafter import Drafter, count_right
 from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
@@ -46,9 +48,11 @@ class Group(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Step:
-    """A step at a token of a response: how many tokens were drafted, and how many of them were right."""
+    """A step at a token of a response: how many tokens before it were equal, how many were drafted, and how many of
+    them were right."""
 
     at: int
+    match: int
     drafted: int
     right: int
 
@@ -60,9 +64,10 @@ def replay(prompt: Sequence[int], response: Sequence[int], ended: Sequence[Seque
         drafter.end(0, f"ended {number}", prompt, other)
     at = 0
     while at < len(response):
+        match = drafter.match(0, "response", prompt, response[:at])
         drafted = drafter.draft(0, "response", prompt, response[:at], min(count, len(response) - at - 1))
         right = count_right(drafted, response[at:])
-        steps.append(Step(at, len(drafted), right))
+        steps.append(Step(at, match, len(drafted), right))
         at += right + 1
     return steps
 
@@ -93,6 +98,11 @@ def count_accepted(groups: Sequence[Group], before: Sequence[Group] | None) -> l
                     "by position": {
                         at: mean(step.right + 1 for step in steps if at <= step.at < at + 100)
                         for at in range(0, max(step.at for step in steps) + 1, 100)
+                    },
+                    "steps, first draft right by match": {
+                        least: (len(alike), mean(step.right > 0 for step in alike))
+                        for least, most in zip(MATCHES, (*MATCHES[1:], inf), strict=True)
+                        if (alike := [step for step in steps if step.drafted and least <= step.match < most])
                     },
                     "by response": pairs,
                 }

@@ -38,6 +38,8 @@ class SwitchMetrics:
             ["tp"],
             multiprocess_mode="mostrecent",
         )
+        self._drafts = Counter("sglang_pat_drafts_total", "Drafts that were checked.")
+        self._right_drafts = Counter("sglang_pat_right_drafts_total", "Drafts that were right.")
         self._config = config
         self._set_layout(config.base.tp, 0)
 
@@ -49,6 +51,10 @@ class SwitchMetrics:
     def set_factors(self, by_degree: Mapping[int, StepFactor]) -> None:
         for tp, factor in by_degree.items():
             self._factor.labels(tp).set(factor.scale)
+
+    def count_drafts(self, checked: int, right: int) -> None:
+        self._drafts.inc(checked)
+        self._right_drafts.inc(right)
 
     def observe(self, record: SwitchRecord) -> None:
         outcome = "aborted" if record.error else "done"

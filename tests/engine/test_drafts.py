@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 
 import msgspec
 import numpy as np
 import pytest
+import requests
 
 from sglang_pat.predict import profile as profiles
 from sglang_pat.testing import models
@@ -56,6 +58,9 @@ def test_a_known_response_takes_few_steps(server, stock, tp):
         # Nothing is known of what comes before the first token; the last one needs no draft.
         assert 100 // (DRAFTS + 1) <= count(answer, "verify_ct") <= 26
     check_idle(server)
+    totals, metrics = server.status()["totals"], requests.get(f"{server.url}/metrics").text
+    found = {name: float(value) for name, value in re.findall(r"^sglang_pat_(\w*drafts)_total (\S+)$", metrics, re.M)}
+    assert found == {name: totals[name] for name in ("drafts", "right_drafts")}
 
 
 @pytest.mark.parametrize("kind", ["plain", "as on CUDA"])
@@ -91,6 +96,20 @@ def test_a_stop_in_the_middle_of_right_drafts(server, stock):
         assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": token}
         assert len(answer["meta_info"]["output_token_logprobs"]) == answer["meta_info"]["completion_tokens"] == at + 1
     check_idle(server)
+
+
+def test_logprobs_are_those_of_a_prefill(server, servers, llama):
+    """Within 1e-5: each row attends to the drafts before it as to tokens."""
+    bodies = [body(80 + i, 60, return_logprob=True) for i in range(4)]
+    answers = [server.generate(bodies) for _ in range(3)][-1]
+    assert sum(count(answer, "num_correct_drafts") for answer in answers) > 100
+    for one, answer in zip(bodies, answers, strict=True):
+        whole = one["input_ids"] + answer["output_ids"]
+        score = body(0, 1, return_logprob=True, logprob_start_len=0) | {"input_ids": whole}
+        (scored,) = servers.stock(llama).generate([score])
+        wanted = [logprob for logprob, *_ in scored["meta_info"]["input_token_logprobs"][len(one["input_ids"]) :]]
+        found = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
+        assert np.allclose(found, wanted, rtol=0, atol=1e-5)
 
 
 def test_hidden_states_of_accepted_drafts(servers, llama):

@@ -98,6 +98,10 @@ class Sockets:
         if self._metrics and record.reason != CALIBRATION:
             self._metrics.observe(record)
 
+    def record_drafts(self, checked: int, right: int) -> None:
+        if self._metrics:
+            self._metrics.count_drafts(checked, right)
+
     def record_training_step(self, step: Figures) -> None:
         job_log.info("step: %s", step.format_line())
         if self._log:
