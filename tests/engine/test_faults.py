@@ -18,6 +18,7 @@ from sglang_pat.testing.server import Server, find_rank_processes
 
 from .conftest import fault
 from .streams import body, hold, post, tokens
+from .test_drafts import FLAGS as DRAFTS
 
 BODIES = [body(i, 120) for i in range(4)]
 
@@ -26,14 +27,14 @@ def shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith(("sglang_pat", "torch_"))}
 
 
-@pytest.mark.parametrize("weights", ["resident", "reshard"])
+@pytest.mark.parametrize("kind", ["resident", "reshard", "drafts"])
 @pytest.mark.parametrize(("state", "rank"), [("PREPARE", 1), ("QUIESCE", 0), ("EXCHANGE", 1)])
-async def test_failure_before_commit_leaves_the_old_layout(servers, session, llama, marker, weights, state, rank):
+async def test_failure_before_commit_leaves_the_old_layout(servers, session, llama, marker, kind, state, rank):
     """The fault is in the second of three switches; every request completes, unchanged."""
-    if weights == "resident":
-        server = servers.adaptive(llama)
-    else:
+    if kind == "reshard":
         server = servers.adaptive(marker(100), 2, "--pat-weights", "reshard")
+    else:
+        server = servers.adaptive(llama, 2, *(DRAFTS if kind == "drafts" else ()))
     expected = tokens(await server.generate_async(BODIES))
     work = await hold(server, session, BODIES)
     assert (await server.reconfigure_async(session, 2))[0] == 200
@@ -46,7 +47,10 @@ async def test_failure_before_commit_leaves_the_old_layout(servers, session, lla
     await server.wait_for_schedule(session)
     assert (await server.reconfigure_async(session, 1))[0] == 200
     await server.set_schedule(session)
-    assert tokens(await asyncio.gather(*work)) == expected
+    answers = await asyncio.gather(*work)
+    assert tokens(answers) == expected
+    if kind == "drafts":
+        assert sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in answers) > 100
     status = server.status()
     assert status["layout"] == {"tp": 1, "dp": 2}
     assert [bool(record["error"]) for record in status["switches"][-3:]] == [False, True, False]
