@@ -1,8 +1,9 @@
 """Messages between coordinator, ranks and server.
 
 Plain msgspec structs with an explicit encoding.  What goes to the ranks (``Prepare``, ``Compile``, ``Switch``,
-``Cancel``, ``StepPermit``, ``InjectPrefixes``, ``TraceQuery``) travels through SGLang's own input sockets, whose
-transport broadcasts it inside each TP group.  What a rank sends to the coordinator (:data:`FromRank`) is encoded here.
+``Cancel``, ``StepPermit``, ``InjectPrefixes``, ``TraceQuery``, ``SiblingTexts``) travels through SGLang's own input
+sockets, whose transport broadcasts it inside each TP group.  What a rank sends to the coordinator (:data:`FromRank`) is
+encoded here.
 """
 
 from __future__ import annotations
@@ -384,6 +385,29 @@ class TraceQuery(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     query_id: int
 
 
+class EndedText(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A response that has ended, from its leader: others to its prompt are drafted from it.
+
+    Attributes:
+        family: number of its prompt; ``name``: the request's.
+        context: the last token ids of the prompt, and ``output``: all of the response; int32.
+        weight_updates: number of weight updates that the leader has applied.
+    """
+
+    rank: int
+    family: int
+    name: str
+    context: bytes
+    output: bytes
+    weight_updates: int
+
+
+class SiblingTexts(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Responses that ended elsewhere, for a leader and its group."""
+
+    texts: list[EndedText]
+
+
 class RankTrace(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     rank: int
     query_id: int
@@ -536,7 +560,7 @@ class ScheduleReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 SGLANG, PAT = b"h", b"p"
 """First frame of what a rank sends to the coordinator: an object of SGLang's (pickled, as SGLang does) or ours."""
 
-FromRank = Prepared | RankSwitched | MemoryReleased | LoadReport | RankTrace | HoldReport
+FromRank = Prepared | RankSwitched | MemoryReleased | LoadReport | EndedText | RankTrace | HoldReport
 """Messages that a rank sends on its channel to the coordinator."""
 
 _encoder = msgspec.msgpack.Encoder()

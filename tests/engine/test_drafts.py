@@ -44,6 +44,20 @@ def count(answer: dict, what: str) -> int:
     return answer["meta_info"][f"spec_{what}"]
 
 
+def test_what_ended_elsewhere_is_known(server, stock):
+    """On the other replica, and before a merge."""
+    server.reconfigure(1)
+    asked = body(33, 300)
+    (first,) = server.generate([asked])
+    both = server.generate([asked] * 2)  # one on each replica
+    assert tokens(both) == [first["output_ids"]] * 2
+    assert min(count(answer, "num_correct_drafts") for answer in both) > 60
+    server.reconfigure(2)
+    (merged,) = server.generate([asked])
+    assert merged["output_ids"] == first["output_ids"] and count(merged, "num_correct_drafts") > 60
+    check_idle(server)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_known_response_takes_few_steps(server, stock, tp):
     server.reconfigure(tp)

@@ -150,6 +150,9 @@ class World:
             assert self.preparing == obj.epoch and self.commanded is None
         elif isinstance(obj, m.Cancel):
             assert self.preparing == obj.epoch and self.commanded is None
+        elif isinstance(obj, m.SiblingTexts):
+            assert self.preparing is None, f"{obj} sent to a rank that is about to switch"
+            return self.to_leaders.append((rank, obj))
         else:
             assert self.commanded is None, f"{obj} sent to a rank that is switching"
             assert obj.serial >= self.last_serial, "requests pass in the order of their arrival"

@@ -21,6 +21,7 @@ from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.decisions import Decisions
 from sglang_pat.coordinator.replicas import Generation, Leader, Outbox, PrefixPlaces, is_report_of
 from sglang_pat.coordinator.schedule import Schedule
+from sglang_pat.coordinator.siblings import Siblings
 from sglang_pat.coordinator.switching import Switching, Traffic
 from sglang_pat.figures import Account
 from sglang_pat.layout import ParallelLayout
@@ -139,6 +140,7 @@ class Coordinator:
         self._replies = Replies()
         self._traces: dict[int, list[m.RankTrace]] = {}
         """Traces, by query, that were asked for and are not complete."""
+        self._siblings = Siblings(outbox)
         self._retracted = 0
         self._paused = False
         self._released: frozenset[str] = frozenset()
@@ -235,6 +237,8 @@ class Coordinator:
         """Handle one of our own messages from a rank."""
         if isinstance(message, m.LoadReport):
             self._load_report(message, now)
+        elif isinstance(message, m.EndedText):
+            self._siblings.record(message)
         elif isinstance(message, m.RankTrace):
             self._handle_trace_answer(message)
         elif isinstance(message, m.MemoryReleased):
@@ -242,7 +246,10 @@ class Coordinator:
         elif isinstance(message, m.HoldReport):
             self._schedule.record_hold(message)
         else:
+            before = self.layout
             error = self._switching.handle_answer(message, now)
+            if self.layout is not before:
+                self._siblings.forget_known()
             self._count_requests()
             if error:
                 self._refuse_controls(f"the engine cannot return to its base layout: {error}")
@@ -279,6 +286,8 @@ class Coordinator:
             self._leaders[report.rank].apply_report(report)
             self._decisions.record_decode_steps(report, self.layout, now)
             self._decisions.record_drafts(report)
+            if self._switching.under_way is None:
+                self._siblings.tell(report)
             self._count_requests()
         else:
             self._switching.keep_early_report(report)

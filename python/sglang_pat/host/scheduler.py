@@ -32,7 +32,7 @@ from sglang_pat.host.assign import assigned
 from sglang_pat.host.batches import PROCESSED
 from sglang_pat.host.controls import SINGLES
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.messages import Cancel, Compile, InjectPrefixes, Prepare, StepPermit, Switch, TraceQuery
+from sglang_pat.messages import Cancel, Compile, InjectPrefixes, Prepare, SiblingTexts, StepPermit, Switch, TraceQuery
 from sglang_pat.rank import degrees, speculation
 from sglang_pat.rank.layouts import Layouts
 from sglang_pat.rank.load_reports import LoadReporter, StepTrace, register
@@ -90,6 +90,7 @@ class AdaptiveScheduler(RankScheduler):
                 Cancel: lambda m: self.executor.cancel(m),
                 StepPermit: lambda m: self.gate.set_permit(m),
                 TraceQuery: lambda m: self.trace.answer_query(self, m),
+                SiblingTexts: lambda m: self.speculation.take_in(m),
                 InjectPrefixes: lambda m: tree.inject(self, m.prompts),
             }
         )

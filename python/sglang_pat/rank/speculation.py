@@ -6,6 +6,7 @@ changed, and the profile.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,11 @@ from sglang_pat.host import batches, loop, outputs, verify
 from sglang_pat.host import requests as host
 from sglang_pat.host.batches import ScheduleBatch
 from sglang_pat.host.requests import Req
+from sglang_pat.messages import EndedText, SiblingTexts
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile
 from sglang_pat.speculate.acceptance import KEYS, MOST_ROWS, Acceptance, choose_counts
-from sglang_pat.speculate.drafter import Drafter
+from sglang_pat.speculate.drafter import CONTEXT, Drafter
 
 if TYPE_CHECKING:
     from sglang_pat.switch.scheduler import SwitchingScheduler
@@ -67,10 +69,28 @@ class Speculation:
         self._drafter.forget()
 
     def record_ended(self, reqs: list[Req]) -> None:
-        """Take in those of ``reqs`` that have ended, for their siblings."""
+        """Take in those of ``reqs`` that have ended, for their siblings, and tell of them: some are elsewhere."""
+        scheduler = self._scheduler
         for req in reqs if self.most else ():
             if host.has_ended(req):
                 self._drafter.end(*_get_texts(req))
+            if host.is_answer_due(req) and scheduler.is_leader:
+                family, name, prompt, output = _get_texts(req)
+                scheduler.channel.send(
+                    EndedText(
+                        rank=scheduler.rank,
+                        family=family,
+                        name=name,
+                        context=array("i", prompt[-CONTEXT:]).tobytes(),
+                        output=array("i", output).tobytes(),
+                        weight_updates=scheduler.layouts.weight_version,
+                    )
+                )
+
+    def take_in(self, siblings: SiblingTexts) -> None:
+        """Take in responses that ended elsewhere."""
+        for text in siblings.texts:
+            self._drafter.end(text.family, text.name, array("i", text.context), array("i", text.output))
 
     def settle(self) -> None:
         """Find out whether the next step is to check drafts, if it decodes.

@@ -32,7 +32,8 @@ class _Family:
         self._texts: dict[str, tuple[list[int], list[int]]] = {}
         """Text of each response as far as it was taken in, and the tokens of the prompt with which it begins."""
         self._ended: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
-        """Prompt and output of responses that have ended and are not whole in their text."""
+        """Prompt, or its end, and output of responses that have ended and are not whole in their text."""
+        self._has_prompt = False
 
     def count_tokens(self) -> int:
         """Number of tokens, with those that wait to be taken in."""
@@ -41,17 +42,19 @@ class _Family:
 
     def take_in(self, name: str, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Take in what is new of the response ``name``, and of those that have ended, as far as one call goes."""
-        left = self._take_in(name, prompt, output, TAKEN_IN)
+        if name not in self._texts:
+            self._texts[name] = [], list(prompt[-CONTEXT:] if self._has_prompt else prompt)
+            self._has_prompt = True
+        left = self._take_in(name, output, TAKEN_IN)
         while left and self._ended:
             name, (prompt, output) = next(iter(self._ended.items()))
-            left = self._take_in(name, prompt, output, left)
+            self._texts.setdefault(name, ([], list(prompt[-CONTEXT:])))
+            left = self._take_in(name, output, left)
             if left:
                 del self._ended[name]
 
-    def _take_in(self, name: str, prompt: Sequence[int], output: Sequence[int], most: int) -> int:
+    def _take_in(self, name: str, output: Sequence[int], most: int) -> int:
         """Take in ``most`` tokens; returns how many fewer they were."""
-        if name not in self._texts:
-            self._texts[name] = [], list(prompt[-CONTEXT:] if self._texts else prompt)
         text, begin = self._texts[name]
         at = len(text)
         new = begin[at : at + most]
@@ -143,7 +146,8 @@ class Drafter:
         return found.find_longest(_get_context(prompt, output))[0]
 
     def end(self, family: int, name: str, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Keep a response that has ended, for those to the same prompt that have not."""
+        """Keep a response that has ended, for those to the same prompt that have not; of ``prompt`` the last
+        :data:`CONTEXT` tokens count."""
         self._use(family).end(name, prompt, output)
 
     def _use(self, family: int) -> _Family:
