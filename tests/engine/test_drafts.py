@@ -45,7 +45,7 @@ def count(answer: dict, what: str) -> int:
 
 
 def test_what_ended_elsewhere_is_known(server, stock):
-    """On the other replica, and before a merge."""
+    """A response of the other replica, and one from before a merge."""
     server.reconfigure(1)
     asked = body(33, 300)
     (first,) = server.generate([asked])
@@ -113,7 +113,7 @@ def test_a_stop_in_the_middle_of_right_drafts(server, stock):
 
 
 def test_logprobs_are_those_of_a_prefill(servers, flat):
-    """Within 1e-5 of themselves: each row attends to the drafts before it as to tokens."""
+    """Each row attends to the drafts before it as to tokens: within 1e-5 of themselves."""
     server = servers.adaptive(flat, 2, *FLAGS)
     bodies = [body(80 + i, 60, return_logprob=True) for i in range(4)]
     answers = [server.generate(bodies) for _ in range(3)][-1]

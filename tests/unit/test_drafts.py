@@ -93,8 +93,8 @@ def test_the_match_is_what_the_drafts_follow():
     drafter = Drafter()
     drafter.end(1, "two", PROMPT, [50, *range(20), 60])
     for seen in (1, 2, 5, 12, 15):
-        assert drafter.match(1, "one", PROMPT, [70, *range(seen)]) == min(seen, CONTEXT)
-    assert drafter.match(1, "one", PROMPT, [70, 80]) == 0
+        assert drafter.find_match(1, "one", PROMPT, [70, *range(seen)]) == min(seen, CONTEXT)
+    assert drafter.find_match(1, "one", PROMPT, [70, 80]) == 0
 
 
 def test_a_drafter_forgets():

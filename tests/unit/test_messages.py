@@ -23,6 +23,7 @@ FROM_RANK = [
     SWITCHED,
     m.MemoryReleased(rank=1, epoch=2, bytes=2**40, error="×"),
     LOAD,
+    m.EndedText(rank=1, family=2**32 - 1, name="×", context=b"\x00\xff", output=b"", weight_updates=2),
     m.RankTrace(rank=1, query_id=2, steps=[m.Step(1.5, 0.25, 2, "decode", 3, 4)]),
     m.HoldReport(rank=1, number=3, steps=40, batches=42),
 ]

@@ -58,6 +58,8 @@ class Chosen:
 
     def start_counting_requests(self) -> None: ...
 
+    def record_drafts(self, checked: int, right: int) -> None: ...
+
     def log_decision(self, snapshot, decision) -> None:
         self.requests = snapshot.requests
 

@@ -130,7 +130,7 @@ class Speculation:
         seconds = np.asarray(self._predictor.step_seconds(tp, rows, tokens / len(reqs) * rows))
         if not any(choose_counts([[1.0] * self.most] * len(reqs), seconds)):
             return []  # not if all were right
-        self._matches = [self._drafter.match(*_get_texts(req)) for req in reqs]
+        self._matches = [self._drafter.find_match(*_get_texts(req)) for req in reqs]
         chances = [self.acceptance.estimate(match)[:count] for match, count in zip(self._matches, allowed, strict=True)]
         self.chances = [sum(sum(each[place : place + 1]) for each in chances) / len(reqs) for place in range(self.most)]
         return choose_counts(chances, seconds)

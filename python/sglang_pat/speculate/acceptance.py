@@ -12,7 +12,7 @@ KEYS = ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")
 """Keys of ``meta_info``, by SGLang's names: number of steps that checked drafts, of drafts, and of right drafts."""
 
 MATCHES = (1, 2, 3, 5, 8, 12)
-"""Least match (:meth:`.drafter.Drafter.match`) of each class.  Drafts of a class are right about equally often."""
+"""Least match (:meth:`.drafter.Drafter.find_match`) of each class.  Drafts of a class are right about equally often."""
 KEPT = 0.99
 """Share of what was counted that a step leaves of it: some hundred steps count."""
 BEGIN = np.array([[0.2], [0.3], [0.4], [0.5], [0.5], [0.5]])

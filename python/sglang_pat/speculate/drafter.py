@@ -136,7 +136,7 @@ class Drafter:
             context = [*context[1 - CONTEXT :], token]
         return drafted
 
-    def match(self, family: int, name: str, prompt: Sequence[int], output: Sequence[int]) -> int:
+    def find_match(self, family: int, name: str, prompt: Sequence[int], output: Sequence[int]) -> int:
         """Number of the last tokens, :data:`CONTEXT` at most, that were seen before something in a text of the prompt.
 
         The larger it is, the more likely drafts are right.  Arguments are those of :meth:`draft`.
