@@ -36,7 +36,7 @@ async def test_failure_before_commit_leaves_the_old_layout(servers, session, lla
     else:
         server = servers.adaptive(llama, 2, *(DRAFTS if kind == "drafts" else ()))
     expected = tokens(await server.generate_async(BODIES))
-    work = await hold(server, session, BODIES)
+    work = await hold(server, session, BODIES, step=4)  # with drafts, of some twenty tokens
     assert (await server.reconfigure_async(session, 2))[0] == 200
     with fault(server, f"{state}:{rank}:raise"):
         code, said = await server.reconfigure_async(session, 1)
