@@ -32,12 +32,15 @@ class Siblings:
         if text.weight_updates < self._weight_updates:
             return
         family = self._texts[text.family] = self._texts.pop(text.family, {})
+        replaced = family.get(text.name)  # clients may use a name again
         family[text.name] = text
-        self._bytes += len(text.output)
+        self._bytes += len(text.output) - (len(replaced.output) if replaced else 0)
         self._known.setdefault(text.rank, set()).add(text.name)
         while self._bytes > MOST_BYTES:
             dropped = self._texts.pop(next(iter(self._texts)))
             self._bytes -= sum(len(one.output) for one in dropped.values())
+            for known in self._known.values():
+                known.difference_update(dropped)
 
     def tell(self, report: m.LoadReport) -> None:
         """Send a leader what it does not know of the prompts that its requests have."""
