@@ -19,7 +19,7 @@ from sglang_pat.host.requests import Req
 from sglang_pat.messages import EndedText, SiblingTexts
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile
-from sglang_pat.speculate.acceptance import KEYS, MOST_ROWS, Acceptance, choose_counts
+from sglang_pat.speculate.acceptance import GAIN, KEYS, MOST_ROWS, Acceptance, choose_counts
 from sglang_pat.speculate.drafter import CONTEXT, Drafter
 
 if TYPE_CHECKING:
@@ -114,8 +114,7 @@ class Speculation:
         ]
         if any(drafts):
             return drafts
-        for match, count in zip(self._matches, self._counts, strict=False):
-            self.acceptance.record(match, count, 0)
+        self._record_right([0] * len(reqs))
         return []
 
     def _choose(self, reqs: list[Req]) -> list[int]:
@@ -126,10 +125,12 @@ class Speculation:
         allowed = [min(self.most, max(verify.count_allowed(req), 0)) for req in reqs]
         if self._predictor is None:
             return [min(count, most // len(reqs)) for count in allowed]
-        rows, tp = len(reqs) + np.arange(most + 1), self._scheduler.layouts.layout.tp
+        most, tp = min(most, self.most * len(reqs)), self._scheduler.layouts.layout.tp
+        rows = len(reqs) + np.arange(most + 1)
         seconds = np.asarray(self._predictor.step_seconds(tp, rows, tokens / len(reqs) * rows))
-        if not any(choose_counts([[1.0] * self.most] * len(reqs), seconds)):
-            return []  # not if all were right
+        tokens_a_second = rows / seconds  # if all were right
+        if tokens_a_second.max() < GAIN * tokens_a_second[0]:
+            return []
         self._matches = [self._drafter.find_match(*_get_texts(req)) for req in reqs]
         chances = [self.acceptance.estimate(match)[:count] for match, count in zip(self._matches, allowed, strict=True)]
         self.chances = [sum(sum(each[place : place + 1]) for each in chances) / len(reqs) for place in range(self.most)]
@@ -142,13 +143,17 @@ class Speculation:
 
     def record(self, checked: verify.Checked) -> None:
         """Note how many drafts of each request were right, before their tokens go out."""
-        for match, count, right in zip(self._matches, self._counts, checked.right, strict=False):
-            self.acceptance.record(match, count, right)
+        self._record_right(checked.right)
         if self._scheduler.is_leader:
             self._scheduler.load.record_drafts(sum(map(len, checked.drafts)), sum(checked.right))
         for req, drafted, right in zip(checked.reqs, checked.drafts, checked.right, strict=True):
             steps, proposed, correct = req.pat_drafts
             req.pat_drafts = steps + bool(drafted), proposed + len(drafted), correct + right
+
+    def _record_right(self, right: Sequence[int]) -> None:
+        """Learn how many drafts of each request were right, if the profile has chosen them."""
+        for match, count, correct in zip(self._matches, self._counts, right, strict=False):
+            self.acceptance.record(match, count, correct)
 
     def add_drafts_to_output(self, output: Any, told: list[Req]) -> None:
         """Add what was drafted to an output about the requests ``told``, if anything is."""
