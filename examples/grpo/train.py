@@ -33,12 +33,15 @@ RULES: dict[str, dict[str, Any]] = {
     "unbiased": {"unbiased": True},
     "all": {},
     "partial": {"mode": "partial"},
+    "drafts": {"eta_prompts": 1.0},
 }
 """The ways: whether a round starts more prompts than it returns, and what becomes of the others."""
 RAMP = 10
 """Steps in which the rate of learning rises: AdamW's first steps are large, whatever the gradient."""
-SWITCHING = ("adaptive", "all")
+SWITCHING = ("adaptive", "all", "drafts")
 """Ways in which the engine merges its replicas when few responses are left."""
+DRAFTS = 4
+"""Most drafts of a request in a step of the way ``drafts``."""
 KV_TOKENS = 32768
 PROFILES = Path(".cache/profiles")
 
@@ -136,6 +139,7 @@ def start_engine(run: Run, model: Path) -> sglang_pat.Engine:
         policy = {"pat_policy": "survival", "pat_profile": str(path)}
     return sglang_pat.Engine(
         model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True, dtype="float32", skip_tokenizer_init=True,
+        pat_speculate=str(DRAFTS) if run.way == "drafts" else "off",
         max_total_tokens=KV_TOKENS, random_seed=run.seed, log_level="error", **policy,
     )  # fmt: skip
 

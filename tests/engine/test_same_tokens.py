@@ -92,6 +92,12 @@ SETUPS = {
     # Ranks are lent, and those that are left switch among themselves.
     "lent": Setup(model="llama-kv2", ranks=2, count=4, lends=True),
     "lent-4-ranks": Setup(model="llama-flat", ranks=4, count=5, lends=True, flags=CHUNKED),
+    "lent-drafts": Setup(
+        model="llama-kv2", ranks=2, count=2, lends=True, flags=("--pat-speculate", "4"), limits=REPEATED
+    ),
+    "lent-4-ranks-drafts": Setup(
+        model="llama-flat", ranks=4, count=2, lends=True, flags=(*CHUNKED, "--pat-speculate", "4"), limits=REPEATED
+    ),
     "lent-8-ranks": Setup(model="llama-kv2", ranks=8, count=3, lends=True, limits=FEW),
     # As PAT moves weights and KV; its group is made on first use.
     "qwen3-pat": Setup(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from base64 import b64decode
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +28,11 @@ WHOLE_ONLY = (
     "repetition_penalty",
 )  # fmt: skip
 """Parameters that look back at the whole response, which after an interruption the engine takes for prompt."""
+
+
+def is_set(params: Mapping[str, Any], name: str) -> bool:
+    """Whether one of :data:`WHOLE_ONLY` is given, and does anything."""
+    return bool(params.get(name)) and (name, params[name]) != ("repetition_penalty", 1)
 
 
 class Backend(Protocol):
@@ -80,7 +85,7 @@ def check_params(given: dict[str, Any], mode: str) -> dict[str, Any]:
             more = "" if least is None else f", at least {least}"
             raise ValueError(f"sampling_params.{name} is {value!r}, must be a whole number{more}")
     for name in WHOLE_ONLY if mode == "partial" else ():
-        if params.get(name) and (name, params[name]) != ("repetition_penalty", 1):
+        if is_set(params, name):
             raise ValueError(f"sampling_params.{name}: not in partial, where responses come in pieces; leave it out")
     return params
 

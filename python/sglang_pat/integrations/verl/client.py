@@ -1,30 +1,144 @@
-"""Clients of verl's whose responses say of all their tokens who generated them: in parts, and in several turns."""
+"""Clients of verl's: their requests outlive the engine that has them (:class:`SurvivingClient`), and their responses say
+of all their tokens who generated them: in parts, and in several turns."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from sglang_pat.integrations.verl.fields import DEGREES, STEPS, STOPS, StopReasons, Turns, join_spans
 
+logger = logging.getLogger(__name__)
+
+LIVES = 2
+"""Engines that may die with one request in them: it may be what they die of."""
+
 _Kind = TypeVar("_Kind", Turns, StopReasons)
 
 _parts: ContextVar[list[TokenOutput]] = ContextVar("parts")
+
+_used: ContextVar[str] = ContextVar("used")
+"""Name of the engine that a request was last sent to."""
+
+_RUNS = (DEGREES, STEPS)
 
 _sessions: WeakValueDictionary[tuple[str, str], Turns | StopReasons] = WeakValueDictionary()
 """Fields by request, the same one in all turns of a response, and by name; for as long as they are in use."""
 
 
-class AdaptiveClient(LLMServerClient):
+class _EngineDied(Exception):
+    """An engine has died; ``sent``: what it had sent of the response."""
+
+    def __init__(self, sent: TokenOutput) -> None:
+        super().__init__()
+        self.sent = sent
+
+
+class _Engine:
+    """An engine as verl's client calls it: ``await engine.generate.remote(…)``.  A response comes in parts, so that they
+    are here when the engine dies."""
+
+    def __init__(self, actor: ActorHandle) -> None:
+        self._actor = actor
+        self.generate = SimpleNamespace(remote=self._generate)
+
+    async def _generate(self, **request: Any) -> TokenOutput:
+        parts: list[TokenOutput] = []
+        try:
+            async for reference in self._actor.generate_parts.options(num_returns="streaming").remote(**request):
+                parts.append(await reference)
+        except RayActorError:
+            sent = TokenOutput(token_ids=[token for part in parts for token in part.token_ids])
+            if parts:  # the last one's fields are about all tokens
+                sent.log_probs = [logprob for part in parts for logprob in part.log_probs or ()]
+                sent.extra_fields = parts[-1].extra_fields
+            raise _EngineDied(sent) from None
+        return parts[-1]
+
+
+class SurvivingClient(LLMServerClient):
+    """verl's client, whose requests go on elsewhere, from the tokens that are known, when their engine dies."""
+
+    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
+        name, actor = await super()._acquire_server(request_id, **extra)
+        _used.set(name)
+        return name, _Engine(actor) if hasattr(actor, "generate_parts") else actor
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **named: Any
+    ) -> TokenOutput:
+        """Generate as verl's client.
+
+        Raises:
+            RuntimeError: engine after engine dies with this request, or none is left; one line.
+        """
+        parts: list[TokenOutput] = []
+        died: list[str] = []
+        while True:
+            known = [token for part in parts for token in part.token_ids]
+            params = self._leave_room(sampling_params, len(prompt_ids), len(known))
+            try:
+                output = await super().generate(
+                    request_id, prompt_ids=[*prompt_ids, *known], sampling_params=params, **named
+                )
+                return _join(parts, output) if parts else output
+            except _EngineDied as death:
+                parts.append(death.sent)
+                died.append(_used.get())
+            except RuntimeError as error:
+                if not died or "No available servers" not in str(error):
+                    raise
+                raise RuntimeError(f"no engine is left: {' and '.join(died)} died, and all others before") from None
+            await self._load_balancer.remove_servers.remote(died[-1:])
+            if len(died) == LIVES:
+                raise RuntimeError(
+                    f"engines {' and '.join(died)} died while they had request {request_id}, with a prompt of "
+                    f"{len(prompt_ids)} tokens: it is not tried on another one; their logs say why they died"
+                )
+            lost = sum(len(part.token_ids) for part in parts)
+            logger.warning("engine %s has died: request %s goes on elsewhere after %d tokens", died[-1], request_id, lost)
+
+    def _leave_room(self, given: dict[str, Any], prompt: int, known: int) -> dict[str, Any]:
+        """Sampling parameters of what comes after ``known`` tokens; with none, those given: verl's server has its own
+        limit, which depends on the prompt."""
+        params = dict(given)
+        if not known:
+            return params
+        rollout = self.config.actor_rollout_ref.rollout
+        limit = min(rollout.response_length, rollout.prompt_length + rollout.response_length - prompt)
+        for name in ("max_tokens", "max_new_tokens"):
+            limit = params.pop(name, limit)
+        least = params.get("min_new_tokens") or 0
+        return params | {"max_new_tokens": limit - known, "min_new_tokens": max(0, least - known)}
+
+
+def _join(parts: Sequence[TokenOutput], last: TokenOutput) -> TokenOutput:
+    """A response whose first parts are of engines that died."""
+    every = [*parts, last]
+    joined = last.model_copy()
+    joined.token_ids = [token for part in every for token in part.token_ids]
+    if last.log_probs is not None:
+        joined.log_probs = [logprob for part in every for logprob in part.log_probs or ()]
+    fields = {name: join_spans((len(p.token_ids), p.extra_fields.get(name, ())) for p in every) for name in _RUNS}
+    joined.extra_fields = last.extra_fields | fields
+    return joined
+
+
+class AdaptiveClient(SurvivingClient):
     """verl's client: the extra fields of a response's first turn, which are those of the sample, grow by each turn."""
 
     async def generate(self, request_id: str, *, prompt_ids: list[int], **named: Any) -> TokenOutput:
         output = await super().generate(request_id, prompt_ids=prompt_ids, **named)
-        for name in (DEGREES, STEPS):
+        for name in _RUNS:
             if name in output.extra_fields:
                 turns = _get_turns(Turns, request_id, name, len(prompt_ids))
                 turns.add(len(prompt_ids) - turns.prompt, len(output.token_ids), output.extra_fields[name])
@@ -44,8 +158,8 @@ def _get_turns(kind: type[_Kind], request_id: str, name: str, prompt: int) -> _K
     return turns
 
 
-class _PartClient(LLMServerClient):
-    """verl's client, which asks once for a part, and notes each: verl's own keeps only the tokens of all."""
+class _PartClient(SurvivingClient):
+    """A client, which asks once for a part, and notes each: verl's own keeps only the tokens of all."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
         part = await super().generate(*args, **kwargs)
@@ -60,7 +174,7 @@ class _JoiningClient(FullyAsyncLLMServerClient, _PartClient):
         parts: list[TokenOutput] = []
         _parts.set(parts)
         output = await super().generate(*args, **kwargs)
-        for name in (DEGREES, STEPS):
+        for name in _RUNS:
             output.extra_fields[name] = join_spans(
                 (len(part.token_ids), part.extra_fields[name]) for part in parts if name in part.extra_fields
             )

@@ -64,18 +64,22 @@ def _load(load_stock: Callable[[], Callable[..., SGLangReplica]]) -> Callable[..
 
 
 def make_checked_adapter(config: Any, *args: Any, **kwargs: Any) -> ServerAdapter:
-    """verl's client of a server of SGLang's, as it is, in each training process.  The engine takes whole tensors, and
-    IPC handles by GPU.
+    """The client of an engine in each training process; verl's own, if the engine is verl's.  Ours takes whole tensors,
+    and IPC handles by GPU.
 
     Settings of ours in the configuration are checked here, too: with ``disaggregation`` verl makes replicas of another
     class, which know nothing of them.
     """
+    from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
     from sglang_pat.integrations.verl import newer_sglang
 
     newer_sglang.complete_client()
-    adapter = ServerAdapter(config, *args, **kwargs)
+    kind = ServerAdapter
+    if options.is_adaptive(omega_conf_to_dataclass(config), False):
+        from sglang_pat.integrations.verl.adapter import SurvivingAdapter as kind
+    adapter = kind(config, *args, **kwargs)
     own = options.get_own_settings(adapter.config)
     if own is not None and options.STREAM not in own:
         options.check(adapter.config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from base64 import b64decode
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -23,6 +23,7 @@ from sglang_pat.integrations.verl import newer_sglang, options
 from sglang_pat.integrations.verl.fields import DEGREES, STEPS, STOPPED, STOPS
 from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.policies.lending import Move, Training
+from sglang_pat.rollout.requests import WHOLE_ONLY, is_set
 from sglang_pat.server.attach import attach
 from stream_layers import STREAM_VARIABLE
 from stream_layers.attach import attach as attach_layers
@@ -30,8 +31,15 @@ from stream_layers.attach import attach as attach_layers
 SWITCH_SECONDS = 0.05
 """Seconds until an engine that switches is asked again."""
 
+PART_TOKENS = 512
+"""Tokens after which a client is sent what it does not have yet: so many are lost at most if the engine dies."""
+LOOK_TOKENS = 50
+"""Tokens after which SGLang tells this process of a request's tokens, as it does of those that are not streamed."""
+
 _meta: ContextVar[dict[str, Any]] = ContextVar("meta")
 """Meta information of the answer to a request of :meth:`AdaptiveServer.generate`."""
+_parts: ContextVar[Callable[[TokenOutput], None]] = ContextVar("parts")
+"""What takes the parts of a response."""
 
 
 class AdaptiveServer(SGLangHttpServer):
@@ -83,6 +91,23 @@ class AdaptiveServer(SGLangHttpServer):
             output.stop_reason = STOPPED
         output.extra_fields[STOPS] = [output.stop_reason]  # verl's agents drop it
         return output
+
+    async def generate_parts(self, **request: Any) -> AsyncIterator[TokenOutput]:
+        """The new tokens of a response each time that there are :data:`PART_TOKENS`, then :meth:`generate`'s answer,
+        with all tokens.  No parts of a response that could not go on elsewhere from its tokens."""
+        queue: asyncio.Queue[TokenOutput | None] = asyncio.Queue()
+        if not self._routed and not any(is_set(request["sampling_params"], name) for name in WHOLE_ONLY):
+            _parts.set(queue.put_nowait)
+        answer = asyncio.ensure_future(self.generate(**request))
+        answer.add_done_callback(lambda _: queue.put_nowait(None))
+        while (part := await queue.get()) is not None:
+            part.extra_fields[STEPS] = ((0, self.global_steps),)
+            yield part
+        yield await answer
+
+    async def live(self) -> None:
+        """Return never: the call fails when the engine dies."""
+        await asyncio.Event().wait()
 
     async def refuse_requests(self, refuse: bool) -> None:
         self._refuses = refuse
@@ -160,7 +185,8 @@ class PlainServer(SGLangHttpServer):
 
 
 def _keep_meta_info(generate_request: Any, routed: bool = False) -> Any:
-    """Keep an answer's ``meta_info`` for the one who asked: verl drops it after it took what it knows.
+    """Keep an answer's ``meta_info`` for the one who asked: verl drops it after it took what it knows.  Pass on parts of
+    the response, if somebody takes them.
 
     With ``routed`` ask for routed experts, too.
 
@@ -171,12 +197,30 @@ def _keep_meta_info(generate_request: Any, routed: bool = False) -> Any:
         meta = _meta.get(None)
         if routed and meta is not None:
             obj.return_routed_experts = True
+        take, sent = _parts.get(None), 0
+        if take is not None:
+            obj.stream, obj.sampling_params["stream_interval"] = True, LOOK_TOKENS
         async for answer in generate_request(obj, *args, **kwargs):
             if meta is not None:
                 meta.update(answer["meta_info"])
-            yield answer
+            if take is None or answer["meta_info"]["finish_reason"] is not None:
+                yield answer
+            elif len(answer["output_ids"]) - sent >= PART_TOKENS:
+                take(_make_part(answer, sent))
+                sent = len(answer["output_ids"])
 
     return noted
+
+
+def _make_part(answer: dict[str, Any], sent: int) -> TokenOutput:
+    """What an unfinished ``answer`` has after ``sent`` tokens; the degrees are of all its tokens."""
+    meta = answer["meta_info"]
+    logprobs = meta.get("output_token_logprobs")
+    return TokenOutput(
+        token_ids=answer["output_ids"][sent:],
+        log_probs=None if logprobs is None else [float(entry[0]) for entry in logprobs[sent:]],
+        extra_fields={DEGREES: meta.get(DEGREES, ())},
+    )
 
 
 class AdaptiveReplica(SGLangReplica):

@@ -35,6 +35,7 @@ from sglang_pat import figures
 from sglang_pat.integrations.verl import missing_rewards, options, rewards
 from sglang_pat.integrations.verl.client import AdaptiveAsyncClient, AdaptiveClient
 from sglang_pat.integrations.verl.fields import DEGREES, expand_runs
+from sglang_pat.integrations.verl.fleet import Fleet, ask_each
 from sglang_pat.integrations.verl.options import PREFIX
 from sglang_pat.integrations.verl.reward_ledger import TrainerLedger
 from sglang_pat.integrations.verl.tail_batching import TailBatching
@@ -50,13 +51,28 @@ LIMITS_FILE = "reward_limits.json"
 """The file of a checkpoint with what was learnt of rewards' time limits."""
 
 
+FLEETS = {
+    "checkpoint_manager": "llm_server_manager", "standalone_checkpoint_manager": "standalone_server_manager"
+}  # fmt: skip
+"""verl's managers of replicas and of their servers, by their names in its trainers."""
+
+
 class CheckedTrainer(PPOTrainer):
-    """verl's trainer, which refuses a wrong setting of ours before any model is loaded, and trains on no sample whose
-    reward is missing."""
+    """verl's trainer, which refuses a wrong setting of ours before any model is loaded, trains on no sample whose reward
+    is missing, and goes on when an engine dies.
+
+    Attributes:
+        mode: verl's own name of the trainer mode.
+        fleets: the engines, by verl's manager of their weights.
+    """
+
+    mode: str
 
     def __init__(self, config: DictConfig) -> None:
         rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-        if options.is_adaptive(rollout, helper=False):
+        self.fleets: list[Fleet] = []
+        self.is_adaptive = options.is_adaptive(rollout, helper=False)
+        if self.is_adaptive:
             options.check(rollout, rollout.n_gpus_per_node, config.actor_rollout_ref.model)
         rewards.check(config)
         super().__init__(config)
@@ -75,6 +91,27 @@ class CheckedTrainer(PPOTrainer):
         if rewards.is_used(self.config):
             missing_rewards.judge_given(self.replay_buffer)
         super()._setup()
+        for manager, servers in FLEETS.items() if self.is_adaptive else ():
+            if hasattr(self, manager):
+                # verl has the trainer's own replicas join and leave the balancer of the standalone ones.
+                joins = manager != "checkpoint_manager" or self.mode != "separate_async"
+                fleet = Fleet(getattr(self, manager), getattr(self, servers), joins)
+                setattr(self, manager, fleet)
+                self.fleets.append(fleet)
+
+    def get_llm_client(self) -> LLMServerClient:
+        if not self.is_adaptive:
+            return super().get_llm_client()
+        manager = getattr(self, "standalone_server_manager", self.llm_server_manager)
+        return manager.get_client(client_cls=AdaptiveClient if self.mode == "sync" else AdaptiveAsyncClient)
+
+    def _consume_sync_metrics(self) -> dict[str, Any]:
+        """Metrics of the step that has just ended, verl's and ours."""
+        metrics = super()._consume_sync_metrics()
+        for fleet in self.fleets:
+            for name, value in fleet.take_metrics().items():
+                metrics[name] = metrics.get(name, 0.0) + value
+        return metrics
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], **named: Any) -> KVBatchMeta:
         """Balance what verl's step has sampled, without samples whose reward is missing."""
@@ -86,7 +123,7 @@ class CheckedTrainer(PPOTrainer):
 
 for _mode in ("sync", "colocate_async", "separate_async"):
     _verls = TRAINER_REGISTRY[_mode]
-    TRAINER_REGISTRY[_mode] = type(f"Checked{_verls.__name__}", (CheckedTrainer, _verls), {})
+    TRAINER_REGISTRY[_mode] = type(f"Checked{_verls.__name__}", (CheckedTrainer, _verls), {"mode": _mode})
 
 
 class Engines:
@@ -98,14 +135,14 @@ class Engines:
 
     def __init__(self, trainer: PPOTrainer, have_rounds: bool) -> None:
         self._trainer, self._have_rounds = trainer, have_rounds
-        self._totals: list[figures.Figures] = []
-        """Figures of what each engine had done when it was last asked."""
+        self._totals: dict[ActorHandle, figures.Figures] | None = None
+        """Figures of what each engine had done when it was last asked; None: none was."""
 
     def list_actors(self) -> list[ActorHandle]:
-        """The engines' Ray actors; none, if the engines are verl's own."""
+        """The engines' Ray actors, in their order, those of dead ones among them; none, if the engines are verl's
+        own."""
         trainer = self._trainer
-        rollout = omega_conf_to_dataclass(trainer.config.actor_rollout_ref.rollout)
-        if not options.is_adaptive(rollout, False):
+        if not trainer.is_adaptive:
             return []
         managers = (trainer.llm_server_manager, getattr(trainer, "standalone_server_manager", None))
         return [actor for manager in managers if manager for actor in manager.server_handles]
@@ -115,17 +152,23 @@ class Engines:
         actors = self.list_actors()
         if isinstance(message, BeginRound) and len(actors) > 1:  # nobody knows how many requests each will get
             message = replace(message, requests=None, prompts=None)
-        ray.get([actor.announce_round.remote(message, self._have_rounds) for actor in actors])
+        ask_each(actors, "announce_round", message, self._have_rounds)
 
     def stop_requests(self) -> None:
         """End all that runs, and all that comes before the next round."""
-        ray.get([actor.stop_requests.remote() for actor in self.list_actors()])
+        ask_each(self.list_actors(), "stop_requests")
 
     def take_metrics(self) -> dict[str, float]:
         """Metrics of what the engines did since the last call; none at the first one."""
-        before, self._totals = self._totals, ray.get([actor.get_totals.remote() for actor in self.list_actors()])
-        since = [now.subtract(then) for now, then in zip(self._totals, before, strict=bool(before))]
-        return figures.compute_metrics(since) if since else {}
+        actors = self.list_actors()
+        totals = zip(actors, ask_each(actors, "get_totals"), strict=True)
+        before, self._totals = self._totals, {actor: now for actor, now in totals if now is not None}
+        if before is None or not self._totals:
+            return {}
+        nothing = figures.Figures()  # what a new engine had done
+        return figures.compute_metrics(
+            [now.subtract(before.get(actor, nothing)) for actor, now in self._totals.items()]
+        )
 
 
 class AdaptiveTrainer(CheckedTrainer):
@@ -133,7 +176,6 @@ class AdaptiveTrainer(CheckedTrainer):
     and how the engines spent the step.
 
     Attributes:
-        mode: verl's own name of the trainer mode.
         tail_batching_at: option that holds those of tail batching; None: this mode has none.
         announces_steps: whether the prompts of a step are announced to the engines.
         streams: whether a step is trained in chunks, as its groups are complete.
@@ -142,7 +184,6 @@ class AdaptiveTrainer(CheckedTrainer):
         ledger: ledger of rewards with limits; None: the job has none.
     """
 
-    mode: str
     tail_batching_at: str | None = None
     announces_steps = streams = False
     worker_class: type[ActorRolloutRefWorker] | None = None
@@ -170,10 +211,6 @@ class AdaptiveTrainer(CheckedTrainer):
         super()._setup()
         trainer_separate_async.logger.setLevel(level)
         self.engines.take_metrics()
-
-    def get_llm_client(self) -> LLMServerClient:
-        manager = getattr(self, "standalone_server_manager", self.llm_server_manager)
-        return manager.get_client(client_cls=AdaptiveClient if self.mode == "sync" else AdaptiveAsyncClient)
 
     def on_validate_begin(self) -> None:
         super().on_validate_begin()

@@ -1,0 +1,84 @@
+"""The client of an engine in each training process (:func:`make_adapter`), which outlives the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Generator
+from typing import Any
+
+import ray
+import torch
+from aiohttp import ClientResponseError
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
+from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
+
+from sglang_pat.errors import format_one_line
+
+logger = logging.getLogger(__name__)
+
+DYING_SECONDS = 10.0
+"""Longest from an engine's last answer until Ray knows that its actor is dead."""
+
+
+class SurvivingAdapter(ServerAdapter):
+    """verl's client, to which a dead engine is one that takes everything: the trainer's ranks go through their weights
+    together, whoever gets them.  The next update finds the engine that was started in its place."""
+
+    async def _init_server_adapter(self) -> None:
+        if self._engine is not None and not _is_current(self.server_actor, self.replica_rank, self.node_rank):
+            self._engine = None
+        await super()._init_server_adapter()
+        if self._engine is not None and not isinstance(self._engine, _Surviving):
+            self._engine = _Surviving(self._engine, self.server_actor)
+
+    async def update_weights(
+        self, weights: Generator[tuple[str, torch.Tensor], None, None], *args: Any, **named: Any
+    ) -> None:
+        try:
+            await super().update_weights(weights, *args, **named)
+        except RayActorError as error:  # the last thing, when all weights are out
+            logger.warning("an engine died in an update of its weights: %s", format_one_line(error))
+
+
+def _is_current(actor: ActorHandle, replica: int, node: int) -> bool:
+    """Whether no other actor has the name of this one."""
+    try:
+        return ray.get_actor(f"sglang_server_{replica}_{node}")._actor_id == actor._actor_id
+    except ValueError:
+        return True  # dead, and there is no other
+
+
+class _Surviving:
+    """verl's HTTP client of ``engine``; once ``actor`` is dead, calls return None."""
+
+    def __init__(self, engine: Any, actor: ActorHandle) -> None:
+        self._engine, self._actor, self._dead = engine, actor, False
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._engine, name)
+
+        async def survive(*args: Any, **named: Any) -> Any:
+            if self._dead:
+                return None
+            try:
+                return await call(*args, **named)
+            except ClientResponseError as error:
+                if error.status < 500:
+                    raise  # it refuses
+                return await self._pass_over(error)
+            except Exception as error:
+                return await self._pass_over(error)
+
+        return survive
+
+    async def _pass_over(self, error: Exception) -> None:
+        """Return when the engine is dead; else raise what it said."""
+        try:
+            await asyncio.wait_for(self._actor.live.remote(), DYING_SECONDS)
+        except RayActorError:
+            self._dead = True
+            logger.warning("an engine is dead, and gets no weights: %s", format_one_line(error))
+        except TimeoutError:
+            raise error from None
