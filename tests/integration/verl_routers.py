@@ -1,4 +1,4 @@
-"""Balancers of verl jobs that tell a test what they know, and one that kills: ``rollout.router_config_path``.
+"""Balancers of verl jobs that tell a test what they know, and one that has engines killed: ``rollout.router_config_path``.
 
 A line of ``balancer.jsonl``, in the job's folder, is the balancer's status after it has heard of one engine.
 """
@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import ray
+from ray.exceptions import RayActorError
 
+from sglang_pat.checks import faults
 from sglang_pat.integrations.verl.balancer import AdaptiveBalancer
 
 from .jobs import ROOT, Job
@@ -19,8 +23,11 @@ from .jobs import ROOT, Job
 if TYPE_CHECKING:
     import pytest
 
-KILLS_AT = 20
-"""The request at which :class:`Killing` does: one of the second step, as a step has 16."""
+KILLS = "PAT_TEST_KILLS"
+"""Variable with what is killed: ``20:0:now:main 40:1:sleep:rank`` kills the main process of engine 0 at request 20, and
+a rank of engine 1 when it is to sleep after request 40.  A step has 16 requests."""
+MOMENTS = {"sleep": "pat_send_round", "update": "update_weights_from_tensor", "flush": "flush_cache"}
+"""Methods of SGLang's tokenizer manager at whose next call an engine is killed.  Other moments are states of a switch."""
 
 
 class Noting(AdaptiveBalancer):
@@ -31,20 +38,73 @@ class Noting(AdaptiveBalancer):
 
 
 class Killing(Noting):
-    """Kills the actor of the first engine."""
+    """Has engines killed as :data:`KILLS` says."""
 
-    requests = 0
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.seen: set[str] = set()
 
     async def acquire_server(self, request_id: str, **named: Any) -> tuple[str, Any]:
-        self.requests += 1
-        if self.requests == KILLS_AT:
-            ray.kill(next(iter(self._handles.values())))
-        return await super().acquire_server(request_id, **named)
+        is_new = request_id not in self.seen
+        self.seen.add(request_id)
+        for entry in os.environ[KILLS].split() if is_new else ():
+            request, engine, moment, process = entry.split(":")
+            if int(request) == len(self.seen):
+                await _call(ray.get_actor(f"sglang_server_{engine}_0"), _arm, moment, process)
+        name, actor = await super().acquire_server(request_id, **named)
+        await _call(actor, _send_often)
+        return name, actor
 
 
-def arguments(balancer: type[Noting], folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """Arguments of a job with two engines of two GPUs, and this balancer."""
+async def _call(actor: Any, function: Any, *args: Any) -> None:
+    """Call a function in an actor's process, which may be dead, or die of it."""
+    with suppress(RayActorError):
+        await actor.__ray_call__.remote(function, *args)
+
+
+def _send_often(server: Any) -> None:
+    """Have clients sent parts of responses that are as short as those of tests."""
+    from sglang_pat.integrations.verl import replica
+
+    replica.PART_TOKENS, replica.LOOK_TOKENS = 8, 8
+
+
+def _arm(server: Any, moment: str, process: str) -> None:
+    """Kill a process of this actor's engine, now or at the next call of a method."""
+    if moment == "now":
+        return _kill(process)
+    if moment.isupper():  # at the next switch
+        Path(os.environ[faults.ENV][1:]).write_text(f"{moment}:pid{_find(process).pid}:kill")
+        return
+    manager, name = server.tokenizer_manager, MOMENTS[moment]
+    stock = getattr(manager, name)
+
+    def die(*args: Any, **named: Any) -> Any:
+        _kill(process)
+        return stock(*args, **named)
+
+    setattr(manager, name, die)
+
+
+def _kill(process: str) -> None:
+    if process == "main":
+        psutil.Process().kill()
+    _find(process).kill()
+
+
+def _find(title: str) -> psutil.Process:
+    """A process of this actor's engine whose title has this in it."""
+    children = psutil.Process().children(recursive=True)
+    return next(child for child in children if title in " ".join(child.cmdline()))
+
+
+def arguments(
+    balancer: type[Noting], folder: Path, monkeypatch: pytest.MonkeyPatch, kills: str = ""
+) -> tuple[str, ...]:
+    """Arguments of a job with two engines of two GPUs, and this balancer; ``kills``: see :data:`KILLS`."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    monkeypatch.setenv(KILLS, kills)
+    monkeypatch.setenv(faults.ENV, f"@{folder / 'fault'}")
     router = folder / "router.yaml"
     router.write_text(f"router_class: {balancer.__module__}.{balancer.__name__}\n")
     return "--gpus", "4", "--tp", "2", f"actor_rollout_ref.rollout.router_config_path={router}"

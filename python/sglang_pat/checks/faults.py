@@ -1,7 +1,7 @@
 """Injected faults, for the tests of the abort path and of dying ranks.
 
 ``SGLANG_PAT_FAULT="EXCHANGE:1:raise"`` makes rank 1 raise when it enters EXCHANGE;
-``"QUIESCE:0:kill"`` kills rank 0 there.  A fourth field gives the switch (epoch) it applies
+``"QUIESCE:0:kill"`` kills rank 0 there, ``"QUIESCE:pid4711:kill"`` the rank with this process id.  A fourth field gives the switch (epoch) it applies
 to; without it every switch is hit.  ``"@FILE"``: the fault is what the file says at that moment, none if it
 is empty or missing, so that one engine can be put through several.  Unset, the check costs nothing.
 
@@ -35,7 +35,7 @@ def check(state: str, rank: int, epoch: int) -> None:
     if not spec:
         return
     where, who, action, *when = spec.split(":")
-    if where != state or int(who) != rank or (when and int(when[0]) != epoch):
+    if where != state or who not in (str(rank), f"pid{os.getpid()}") or (when and int(when[0]) != epoch):
         return
     if action == "hold" and path:
         return _hold(path)

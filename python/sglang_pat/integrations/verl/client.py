@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextvars import ContextVar
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -15,7 +16,7 @@ from ray.exceptions import RayActorError
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from sglang_pat.integrations.verl.fields import DEGREES, STEPS, STOPS, StopReasons, Turns, join_spans
+from sglang_pat.integrations.verl.fields import DEGREES, MOVES, STEPS, STOPS, StopReasons, Turns, join_spans
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,9 @@ _parts: ContextVar[list[TokenOutput]] = ContextVar("parts")
 
 _used: ContextVar[str] = ContextVar("used")
 """Name of the engine that a request was last sent to."""
+
+_mourned: set[str] = set()
+"""Names of the engines of whose death it was told in this process's log."""
 
 _RUNS = (DEGREES, STEPS)
 
@@ -104,8 +108,9 @@ class SurvivingClient(LLMServerClient):
                     f"engines {' and '.join(died)} died while they had request {request_id}, with a prompt of "
                     f"{len(prompt_ids)} tokens: it is not tried on another one; their logs say why they died"
                 )
-            lost = sum(len(part.token_ids) for part in parts)
-            logger.warning("engine %s has died: request %s goes on elsewhere after %d tokens", died[-1], request_id, lost)
+            if died[-1] not in _mourned:
+                _mourned.add(died[-1])
+                logger.warning("engine %s has died: its requests go on elsewhere, from their tokens", died[-1])
 
     def _leave_room(self, given: dict[str, Any], prompt: int, known: int) -> dict[str, Any]:
         """Sampling parameters of what comes after ``known`` tokens; with none, those given: verl's server has its own
@@ -129,7 +134,7 @@ def _join(parts: Sequence[TokenOutput], last: TokenOutput) -> TokenOutput:
     if last.log_probs is not None:
         joined.log_probs = [logprob for part in every for logprob in part.log_probs or ()]
     fields = {name: join_spans((len(p.token_ids), p.extra_fields.get(name, ())) for p in every) for name in _RUNS}
-    joined.extra_fields = last.extra_fields | fields
+    joined.extra_fields = last.extra_fields | fields | {MOVES: list(accumulate(len(part.token_ids) for part in parts))}
     return joined
 
 

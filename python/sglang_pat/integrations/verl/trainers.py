@@ -34,7 +34,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from sglang_pat import figures
 from sglang_pat.integrations.verl import missing_rewards, options, rewards
 from sglang_pat.integrations.verl.client import AdaptiveAsyncClient, AdaptiveClient
-from sglang_pat.integrations.verl.fields import DEGREES, expand_runs
+from sglang_pat.integrations.verl.fields import DEGREES, MOVES, expand_runs
 from sglang_pat.integrations.verl.fleet import Fleet, ask_each
 from sglang_pat.integrations.verl.options import PREFIX
 from sglang_pat.integrations.verl.reward_ledger import TrainerLedger
@@ -320,6 +320,9 @@ def _make_degree_metrics(data: Any, differences: bool = True) -> dict[str, float
             metrics[f"training/rollout_probs_diff_max/tp{tp}"] = values.max().item()
             metrics[f"training/rollout_probs_diff_mean/tp{tp}"] = values.mean().item()
         metrics[f"rollout/tokens/tp{tp}"] = len(values)
+    moves = [fields[MOVES] for fields in data.get("extra_fields").tolist() if MOVES in fields]
+    metrics["rollout/moved_requests"] = float(len(moves))
+    metrics["rollout/tokens_of_dead_engines"] = float(sum(at[-1] for at in moves))
     return metrics
 
 
