@@ -31,7 +31,8 @@ from sglang_pat.policies.registry import make_policy
 from sglang_pat.predict.cost import build_predictors
 from sglang_pat.predict.profile import load
 from sglang_pat.rollout.admitter import Admitter
-from sglang_pat.rollout.client import HttpBackend, RolloutClient
+from sglang_pat.rollout.client import RolloutClient
+from sglang_pat.rollout.http import HttpBackend
 from sglang_pat.rollout.records import Output, SampleId, Summary
 from sglang_pat.rollout.rules import Rules
 from sglang_pat.testing.server import Server, suspend

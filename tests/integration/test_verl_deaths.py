@@ -10,18 +10,45 @@ from .jobs import SWITCHING
 
 pytestmark = pytest.mark.integration
 
-KILLS = "20:0:now:main 34:1:now:rank 50:0:sleep:coordinator 66:1:update:main 82:0:EXCHANGE:rank"
+KILLS = "20:{0}:now:main 34:{1}:now:rank 50:{0}:sleep:coordinator 66:{1}:update:main 82:{0}:EXCHANGE:rank"
 """One in each step after the first, of sixteen requests."""
-DEATHS = [0, 1, 1, 1, 1, 1]
+DEATHS, START = "rollout/engine_deaths", "rollout/engine_start_seconds"
 
 
 def test_an_engine_dies_in_every_step(verl_job, tmp_path, monkeypatch):
-    two = verl_routers.arguments(verl_routers.Killing, tmp_path, monkeypatch, KILLS)
+    two = verl_routers.arguments(verl_routers.Killing, tmp_path, monkeypatch, KILLS.format(0, 1))
     job = verl_job(*two, *SWITCHING, "--steps", "6", "trainer.v1.trainer_mode=sglang_pat_sync")
-    assert job.series("rollout/engine_deaths") == DEATHS, job.tail
+    assert job.series(DEATHS) == [0, 1, 1, 1, 1, 1], job.tail
     assert max(job.series("training/rollout_probs_diff_max")) <= 1e-6, "of what the weights of the step would generate"
     moved, kept = job.series("rollout/moved_requests"), job.series("rollout/tokens_of_dead_engines")
     assert moved[0] == 0 and min(moved[1], moved[2], moved[5]) > 0, moved
     assert kept[2] > 0, kept
     assert job.series("rollout/switches")[0] >= 1
+    late = [step - start for step, start in zip(job.series("timing_s/update_weights"), job.series(START), strict=True)]
+    assert max(late) < 5, "no call to a dead engine is tried for long"
+    assert jobs.nothing_left("VERL_FILE_LOGGER_PATH", str(job.out / "metrics.jsonl"))
+
+
+ROLLOUT = "actor_rollout_ref.rollout"
+MODES = {
+    "colocate_async": (0, ()),
+    # Engines 0 are the trainer's own, and generate nothing.
+    "stream": (1, (
+        "--gpus", "2", f"{ROLLOUT}.nnodes=2", "ray_kwargs.ray_init.num_gpus=6",
+        f"{ROLLOUT}.checkpoint_engine.backend=gloo",
+        f"{ROLLOUT}.checkpoint_engine.custom_backend_module=on_cpu.verl_gloo",
+    )),
+    "stream_lent": (0, ("actor_rollout_ref.actor.fsdp_config.fsdp_size=1", f"{ROLLOUT}.calculate_log_probs=false")),
+}  # fmt: skip
+"""First engine, and options, by trainer mode."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+def test_engines_die_in_other_modes(verl_job, tmp_path, monkeypatch, mode):
+    first, options = MODES[mode]
+    kills = KILLS.format(first, first + 1)
+    two = verl_routers.arguments(verl_routers.Killing, tmp_path, monkeypatch, kills)
+    job = verl_job(*two, *SWITCHING, "--steps", "6", f"trainer.v1.trainer_mode=sglang_pat_{mode}", *options)
+    assert len(job.steps) == 6 and sum(job.series(DEATHS)) >= 4, job.tail
     assert jobs.nothing_left("VERL_FILE_LOGGER_PATH", str(job.out / "metrics.jsonl"))

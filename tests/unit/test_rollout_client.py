@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from sglang_pat.messages import BeginRound
-from sglang_pat.rollout import client
+from sglang_pat.rollout import http
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.client import RolloutClient
 from sglang_pat.rollout.records import Group
@@ -25,7 +25,7 @@ class PlayedServer:
     """A response to the prompt [n, …] has n tokens, at once; one to [0, …] waits until it is aborted."""
 
     def __init__(self, fault: str = "") -> None:
-        self.fault, self.updates = fault, 0
+        self.fault, self.updates, self.version = fault, 0, "default"
         self.calls: list[tuple[str, str]] = []
         self.bodies: list[dict] = []
         self.running: dict[str, asyncio.Event] = {}
@@ -48,7 +48,7 @@ class PlayedServer:
                 self.bodies.append(await request.json())
                 if self.fault == "older":
                     return web.json_response({})
-                about = {"weight_updates": self.updates, "room": 100, "stop_token_ids": [2], "routed_experts": False}
+                about = {"weight_updates": self.updates, "weight_version": self.version, "room": 100, "stop_token_ids": [2], "routed_experts": False}
                 return web.json_response(about)
             case "GET", "/pat/status" if self.fault == "silent":
                 await asyncio.sleep(60)
@@ -74,13 +74,18 @@ class PlayedServer:
         self.requests.remove(len(body["rid"]))
         return answer
 
+    @staticmethod
+    def line(answer: dict) -> bytes:
+        """A line of a stream."""
+        return b"data: " + json.dumps(answer).encode() + b"\n\n"
+
     async def sample(self, answer: web.StreamResponse, rid: str, tokens: int) -> None:
         def line(ids: list[int], reason: str | None) -> bytes:
             meta = {
                 "id": rid, "finish_reason": None if reason is None else {"type": reason},
                 "weight_updates": self.updates, "output_token_logprobs": [[-1.0, 7, None]] * len(ids),
             }  # fmt: skip
-            return b"data: " + json.dumps({"output_ids": ids, "text": "words", "meta_info": meta}).encode() + b"\n\n"
+            return self.line({"output_ids": ids, "text": "words", "meta_info": meta})
 
         await answer.write(line([7], None))  # the first token
         await asyncio.sleep(0.001)
@@ -157,7 +162,7 @@ def test_no_server():
 def test_nobody_waits_for_ever(fault, monkeypatch):
     """All samples of a server that is stopped, or does not do what it says, are lost after a while."""
     for name, seconds in (("LOOK_SECONDS", 0.02), ("LOST_SECONDS", 0.2), ("CALL_SECONDS", 0.1)):
-        monkeypatch.setattr(client, name, seconds)
+        monkeypatch.setattr(http, name, seconds)
     lengths = (0, 0) if fault == "silent" else (3, 3, 0)
     mine = admitter(*lengths)
     if fault == "silent":
@@ -173,7 +178,7 @@ def test_nobody_waits_for_ever(fault, monkeypatch):
 @pytest.mark.parametrize("leave", [False, True])
 async def test_samples_wait_here_for_a_connection(leave, monkeypatch):
     """Samples that are started together go in one request."""
-    monkeypatch.setattr(client, "CONNECTIONS", 2)
+    monkeypatch.setattr(http, "CONNECTIONS", 2)
 
     server, mine = PlayedServer(), admitter(*[0 if leave else 3] * 40, num_prompts=40, eta_prompts=1.0)
     async with serve(server) as url:

@@ -91,7 +91,7 @@ def check_params(given: dict[str, Any], mode: str) -> dict[str, Any]:
 
 
 def make_output(answer: dict[str, Any], params: dict[str, Any], stop_tokens: Iterable[int]) -> Output:
-    """What SGLang answered to a request, for :meth:`Backend.generate`.
+    """What SGLang answered to a request, for :meth:`Backend.generate`; also what it had sent of one that was cut off.
 
     An abort may come in the step that makes the last token; SGLang then says no more than that it was aborted.
 
@@ -99,7 +99,7 @@ def make_output(answer: dict[str, Any], params: dict[str, Any], stop_tokens: Ite
         params: parameters of the request; ``stop_tokens``: ids that end a response of this model.
     """
     meta, ids = answer["meta_info"], list(answer["output_ids"])
-    reason: str = meta["finish_reason"]["type"]
+    reason: str = meta["finish_reason"]["type"] if meta["finish_reason"] else "abort"
     if reason == "abort":
         stops = () if params.get("ignore_eos") else {*stop_tokens, *(params.get("stop_token_ids") or ())}
         reason = "stop" if ids and ids[-1] in stops else ""
@@ -185,16 +185,22 @@ class Requests:
 
 def limit_params(params: dict[str, Any], sample: SampleId, prefix: Output | None) -> dict[str, Any]:
     """Sampling parameters of one sample: its limits are what its prefix leaves, its seed is one of its own."""
-    params = dict(params)
-    if prefix is not None:
-        for name, least in (("max_new_tokens", None), ("min_new_tokens", 0)):
-            if params.get(name) is not None:
-                left = params[name] - prefix.tokens
-                params[name] = left if least is None else max(left, least)
-        # What policies would else take for a new response to another prompt.
-        params["custom_params"] = {**(params.get("custom_params") or {}), GENERATED_PARAM: prefix.tokens}
+    params = dict(params) if prefix is None else leave_room(params, prefix.tokens)
     if params.get("sampling_seed") is not None:
         params["sampling_seed"] += sample.number
+    return params
+
+
+def leave_room(params: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """Sampling parameters of what comes after ``tokens`` more tokens of a response."""
+    params = dict(params)
+    for name, least in (("max_new_tokens", None), ("min_new_tokens", 0)):
+        if params.get(name) is not None:
+            left = params[name] - tokens
+            params[name] = left if least is None else max(left, least)
+    # What policies would else take for a new response to another prompt.
+    custom = params.get("custom_params") or {}
+    params["custom_params"] = {**custom, GENERATED_PARAM: custom.get(GENERATED_PARAM, 0) + tokens}
     return params
 
 

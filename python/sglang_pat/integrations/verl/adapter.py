@@ -54,31 +54,30 @@ class _Surviving:
     """verl's HTTP client of ``engine``; once ``actor`` is dead, calls return None."""
 
     def __init__(self, engine: Any, actor: ActorHandle) -> None:
-        self._engine, self._actor, self._dead = engine, actor, False
+        self._engine, self._life = engine, actor.live.remote()
 
     def __getattr__(self, name: str) -> Any:
-        call = getattr(self._engine, name)
+        method = getattr(self._engine, name)
 
         async def survive(*args: Any, **named: Any) -> Any:
-            if self._dead:
-                return None
+            call = asyncio.ensure_future(method(*args, **named))
+            death = asyncio.wrap_future(self._life.future())
+            await asyncio.wait({call, death}, return_when=asyncio.FIRST_COMPLETED)  # verl's client tries for long
             try:
-                return await call(*args, **named)
-            except ClientResponseError as error:
-                if error.status < 500:
-                    raise  # it refuses
-                return await self._pass_over(error)
-            except Exception as error:
-                return await self._pass_over(error)
+                if call.done() and not _may_be_of_death(call.exception()):
+                    return call.result()
+                await asyncio.wait_for(death, DYING_SECONDS)
+            except RayActorError:
+                logger.warning("an engine is dead, and gets no weights (%s)", name)
+            except TimeoutError:
+                return call.result()
+            finally:
+                call.cancel()
+                death.cancel()
 
         return survive
 
-    async def _pass_over(self, error: Exception) -> None:
-        """Return when the engine is dead; else raise what it said."""
-        try:
-            await asyncio.wait_for(self._actor.live.remote(), DYING_SECONDS)
-        except RayActorError:
-            self._dead = True
-            logger.warning("an engine is dead, and gets no weights: %s", format_one_line(error))
-        except TimeoutError:
-            raise error from None
+
+def _may_be_of_death(error: BaseException | None) -> bool:
+    """Whether an engine may have failed as it dies; a refusal is none."""
+    return error is not None and not (isinstance(error, ClientResponseError) and error.status < 500)

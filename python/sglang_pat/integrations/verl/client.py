@@ -20,8 +20,10 @@ from sglang_pat.integrations.verl.fields import DEGREES, MOVES, STEPS, STOPS, St
 
 logger = logging.getLogger(__name__)
 
-LIVES = 2
-"""Engines that may die with one request in them: it may be what they die of."""
+LIVES = 4
+"""Number of engines that may die while they have one request: it may be what they die of."""
+FIRST_LIVES = 2
+"""Number of those that may die before they give its first token: most that kills does so at once."""
 
 _Kind = TypeVar("_Kind", Turns, StopReasons)
 
@@ -103,10 +105,12 @@ class SurvivingClient(LLMServerClient):
                     raise
                 raise RuntimeError(f"no engine is left: {' and '.join(died)} died, and all others before") from None
             await self._load_balancer.remove_servers.remote(died[-1:])
-            if len(died) == LIVES:
+            at_once = sum(not part.token_ids for part in parts)
+            if len(died) == LIVES or at_once == FIRST_LIVES:
                 raise RuntimeError(
-                    f"engines {' and '.join(died)} died while they had request {request_id}, with a prompt of "
-                    f"{len(prompt_ids)} tokens: it is not tried on another one; their logs say why they died"
+                    f"engines {' and '.join(died)} died while they had request {request_id}, {at_once} of them before "
+                    f"its first token, with a prompt of {len(prompt_ids)} tokens: it is not tried on another one; "
+                    "their logs say why they died"
                 )
             if died[-1] not in _mourned:
                 _mourned.add(died[-1])
@@ -183,6 +187,10 @@ class _JoiningClient(FullyAsyncLLMServerClient, _PartClient):
             output.extra_fields[name] = join_spans(
                 (len(part.token_ids), part.extra_fields[name]) for part in parts if name in part.extra_fields
             )
+        begins = accumulate((len(part.token_ids) for part in parts), initial=0)
+        moves = [begin + at for begin, part in zip(begins, parts, strict=False) for at in part.extra_fields.get(MOVES, ())]
+        if moves:
+            output.extra_fields[MOVES] = moves
         output.extra_fields[STOPS] = [output.stop_reason]
         return output
 

@@ -93,7 +93,7 @@ class AdaptiveServer(SGLangHttpServer):
         return output
 
     async def generate_parts(self, **request: Any) -> AsyncIterator[TokenOutput]:
-        """The new tokens of a response each time that there are :data:`PART_TOKENS`, then :meth:`generate`'s answer,
+        """The first tokens of a response, the new ones each time that there are :data:`PART_TOKENS`, then :meth:`generate`'s answer,
         with all tokens.  No parts of a response that could not go on elsewhere from its tokens."""
         queue: asyncio.Queue[TokenOutput | None] = asyncio.Queue()
         if not self._routed and not any(is_set(request["sampling_params"], name) for name in WHOLE_ONLY):
@@ -205,7 +205,7 @@ def _keep_meta_info(generate_request: Any, routed: bool = False) -> Any:
                 meta.update(answer["meta_info"])
             if take is None or answer["meta_info"]["finish_reason"] is not None:
                 yield answer
-            elif len(answer["output_ids"]) - sent >= PART_TOKENS:
+            elif len(answer["output_ids"]) - sent >= (PART_TOKENS if sent else 1):
                 take(_make_part(answer, sent))
                 sent = len(answer["output_ids"])
 

@@ -1,0 +1,225 @@
+"""Rounds on several servers, some of which may die (:class:`FleetBackend`).
+
+A server is *lost* when its connections break, or when it does not answer any more.  Its samples go on elsewhere, from
+the tokens that it had sent.  When a server answers again at its address, it gets samples again, if it has the same
+weights as the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import replace
+
+from sglang_pat.messages import BeginRound
+from sglang_pat.rollout.http import EngineLost, HttpBackend, Weights, decode_tokens
+from sglang_pat.rollout.records import Output
+from sglang_pat.rollout.requests import WHOLE_ONLY, is_set, leave_room
+
+logger = logging.getLogger(__name__)
+
+LIVES = 4
+"""Number of servers that may be lost while they have one sample: it may be what they die of."""
+FIRST_LIVES = 2
+"""Number of those that may be lost before they give its first token: most that kills does so at once."""
+PART_TOKENS = 2048
+"""Tokens after which a server sends what it has of a response: so many are generated again if it is lost."""
+LOOK_SECONDS = 5.0
+"""Seconds between two looks whether a server that was lost answers again."""
+MARGIN = 16
+"""Samples that the server of a prompt may have more than the one with the fewest."""
+
+
+@dataclass
+class _Server:
+    """A server: ``samples`` that it has; ``backend``: None while it is lost; ``updates`` when it joined."""
+
+    url: str
+    backend: HttpBackend | None = None
+    samples: int = 0
+    updates: int = 0
+
+
+class FleetBackend:
+    """:class:`~.requests.Backend` over several servers, for one round.
+
+    Args:
+        connect: makes the backend of a server, from its address.
+        tokenizer: see :class:`~.client.RolloutClient`.
+    """
+
+    def __init__(self, urls: Sequence[str], connect: Callable[[str], HttpBackend], tokenizer: Any) -> None:
+        self._servers = [_Server(url) for url in urls]
+        self._connect, self._tokenizer = connect, tokenizer
+        self._homes: dict[str, _Server] = {}
+        """Server of each prompt, which has its KV."""
+        self._at: dict[str, HttpBackend | None] = {}
+        """Backend that has a sample; None: it is about to go elsewhere.  ``_stopped``: samples that are not to."""
+        self._stopped: set[str] = set()
+        self._begun = BeginRound()
+        self._weights: Weights | None = None
+        self._updates = 0
+        self._looking: asyncio.Task[None] | None = None
+        self._why: dict[str, str] = {}
+        """What was wrong with each server that was lost."""
+
+    async def begin_round(self, begun: BeginRound) -> None:
+        """Tell all servers of the round; those that have other weights than most updates have brought are left out.
+
+        Raises:
+            ConnectionError: none can be reached; one line.
+            ValueError: a server refuses it.
+        """
+        self._begun = replace(begun, requests=None, prompts=None)  # nobody knows how many each will get
+        await asyncio.gather(*(self._begin_round(server) for server in self._servers))
+        living = [server.backend for server in self._servers if server.backend is not None]
+        if not living:
+            raise ConnectionError(self._list_lost())
+        self._weights = max((backend.weights for backend in living), key=lambda weights: weights.updates)
+        for server in self._servers:
+            await self._leave_out_if_other(server)
+        self._looking = asyncio.ensure_future(self._look_for_lost())
+
+    async def end_round(self, name: str) -> None:
+        for server in self._servers:
+            if server.backend is not None:
+                try:
+                    await server.backend.end_round(name)
+                except ConnectionError as error:
+                    self._lose(server, server.backend, error)
+
+    def count_updates(self) -> int:
+        return self._updates + sum(
+            server.backend.count_updates() - server.updates for server in self._servers if server.backend is not None
+        )
+
+    def get_token_limit(self) -> int:
+        return min(server.backend.get_token_limit() for server in self._servers if server.backend is not None)
+
+    def decode_tokens(self, token_ids: list[int]) -> str:
+        return decode_tokens(self._tokenizer, token_ids)
+
+    async def generate(self, rid: str, prompt: dict[str, Any], params: dict[str, Any]) -> Output:
+        """See :meth:`~.requests.Backend.generate`.
+
+        Raises:
+            ValueError: a server refuses it; its own line.
+            ConnectionError: no server is left, or server after server is lost with this sample.
+        """
+        output, lost, at_once = Output(), 0, 0
+        goes_on = not any(is_set(params, name) for name in WHOLE_ONLY)
+        try:
+            while rid not in self._stopped:
+                server = self._choose(rid)
+                backend = self._at[rid] = server.backend
+                assert backend is not None
+                server.samples += 1
+                known = len(output.token_ids)
+                try:
+                    more = await backend.generate(
+                        rid,
+                        {**prompt, "input_ids": [*prompt["input_ids"], *output.token_ids]} if known else prompt,
+                        leave_room(params, known) if known else params,
+                    )
+                    output = output.concatenate(more)
+                    break
+                except EngineLost as error:
+                    self._at[rid] = None
+                    self._lose(server, backend, error)
+                    lost, at_once = lost + 1, at_once + (not error.output.token_ids)
+                    if goes_on:
+                        output = output.concatenate(error.output)
+                    if lost == LIVES or at_once == FIRST_LIVES:
+                        raise ConnectionError(
+                            f"{lost} servers were lost while they had sample {rid}, {at_once} of them before its first "
+                            f"token, with a prompt of {len(prompt['input_ids'])} tokens: it is not tried on another "
+                            f"one; {self._list_lost()}"
+                        ) from None
+                finally:
+                    server.samples -= 1
+        finally:
+            del self._at[rid]
+            self._stopped.discard(rid)
+        if lost and output.text:
+            output.text = self.decode_tokens(output.token_ids)
+        return output
+
+    def abort(self, rid: str) -> None:
+        if (backend := self._at.get(rid)) is not None:
+            backend.abort(rid)
+        elif rid in self._at:
+            self._stopped.add(rid)
+
+    async def close(self) -> None:
+        """End all tasks of the backend."""
+        if self._looking is not None:
+            self._looking.cancel()
+        await asyncio.gather(*(server.backend.close() for server in self._servers if server.backend is not None))
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _choose(self, rid: str) -> _Server:
+        """The server with the fewest samples; that of the prompt, if it has no more than a group more.
+
+        Raises ConnectionError: none is left.
+        """
+        living = [server for server in self._servers if server.backend is not None]
+        if not living:
+            raise ConnectionError(f"no server is left; {self._list_lost()}")
+        prompt = rid.rsplit("-", 2)[0]
+        best = min(living, key=lambda server: server.samples)
+        home = self._homes.get(prompt)
+        if home is None or home.backend is None or home.samples > best.samples + MARGIN:
+            home = self._homes[prompt] = best
+        return home
+
+    async def _begin_round(self, server: _Server) -> None:
+        backend = self._connect(server.url)
+        try:
+            await backend.begin_round(self._begun)
+        except ConnectionError as error:
+            self._why[server.url] = str(error)
+            await backend.close()
+        else:
+            server.backend, server.updates = backend, backend.count_updates()
+
+    async def _leave_out_if_other(self, server: _Server) -> None:
+        backend, wanted = server.backend, self._weights
+        if backend is None or wanted is None or backend.weights.are(wanted):
+            return
+        why = f"it has {backend.weights}, others have {wanted}: send it the weights, with their weight_version"
+        if self._why.get(server.url) != why:
+            logger.warning("%s gets no samples of this round: %s", server.url, why)
+        self._why[server.url] = why
+        server.backend = None
+        await backend.close()
+
+    def _lose(self, server: _Server, backend: HttpBackend, error: ConnectionError) -> None:
+        if server.backend is not backend:
+            return  # another sample has told
+        logger.warning("%s is lost, its samples go on elsewhere: %s", server.url, error)
+        self._why[server.url] = str(error)
+        self._updates += backend.count_updates() - server.updates
+        server.backend = None
+        backend.lose(error)
+        asyncio.ensure_future(backend.close())
+
+    def _list_lost(self) -> str:
+        return "; ".join(self._why[server.url] for server in self._servers if server.backend is None)
+
+    async def _look_for_lost(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for server in self._servers:
+                if server.backend is None:
+                    try:
+                        await self._begin_round(server)
+                        await self._leave_out_if_other(server)
+                    except ValueError as error:  # it is another one, or not ready
+                        self._why[server.url] = str(error)
+                    if server.backend is not None:
+                        logger.warning("%s answers again, and gets samples", server.url)

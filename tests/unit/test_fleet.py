@@ -1,0 +1,172 @@
+"""``RolloutClient`` on several servers that are played: one that dies, comes back, or has other weights."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+
+import pytest
+from aiohttp import web
+
+from sglang_pat.messages import GENERATED_PARAM
+from sglang_pat.rollout import fleet
+from sglang_pat.rollout.client import RolloutClient
+from sglang_pat.rollout.http import Weights
+
+from .rounds_world import admitter
+from .test_rollout_client import PlayedServer, serve
+
+pytestmark = pytest.mark.unit
+
+
+class Mortal(PlayedServer):
+    """Generates the tokens 1, 2, … of a response of n tokens, where its prompt is [n], or [n, 1, …] when it goes on.
+
+    Args:
+        dies_after: tokens of a response after which it dies; -1: before the first one; None: never.
+        returns: number of calls that it does not answer before it is there again.
+    """
+
+    def __init__(self, dies_after: int | None = None, returns: int = 1 << 30) -> None:
+        super().__init__()
+        self.dies_after, self.silent, self.is_dead = dies_after, returns, False
+        self.asked: list[tuple[list[int], dict]] = []
+
+    async def answer(self, request: web.Request) -> web.Response:
+        if self.is_dead and self.silent:
+            self.silent -= 1
+            request.transport.close()
+            return web.Response()
+        return await super().answer(request)
+
+    async def generate(self, body: dict, request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        for rid, prompt, params in zip(body["rid"], body["input_ids"], body["sampling_params"], strict=True):
+            self.asked.append((prompt, params))
+            known, ids = len(prompt) - 1, []
+            for token in range(known + 1, prompt[0] + 1):
+                if self.dies_after is not None and not self.is_dead and token > max(self.dies_after, 0):
+                    self.is_dead = True
+                    request.transport.close()
+                    return answer
+                ids.append(token)
+                is_last = len(ids) == params["max_new_tokens"] or token == prompt[0]
+                meta = {
+                    "id": rid, "finish_reason": {"type": "stop"} if is_last else None, "weight_updates": self.updates,
+                    "output_token_logprobs": [[-float(t), t, None] for t in ids],
+                }  # fmt: skip
+                await answer.write(self.line({"output_ids": ids, "text": f"{len(ids)} words", "meta_info": meta}))
+                await asyncio.sleep(0)
+        return answer
+
+
+class Tokenizer:
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return "-".join(map(str, ids))
+
+
+def play(servers: list[PlayedServer], mine, params: dict | None = None, **named) -> list:
+    async def run() -> list:
+        async with AsyncExitStack() as stack:
+            urls = [await stack.enter_async_context(serve(server)) for server in servers]
+            client = RolloutClient(urls, Tokenizer())
+            events = client.async_rollout(mine, {"max_new_tokens": 50} | (params or {}), 0, **named)
+            return [event async for event in events]
+
+    return asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def list_outputs(groups) -> list:
+    return [sample.output for group in groups for sample in group.list_kept()]
+
+
+@pytest.mark.parametrize("dies_after", [-1, 1, 4])
+def test_a_server_dies_and_its_samples_go_on_elsewhere_from_their_tokens(dies_after):
+    servers, mine = [Mortal(dies_after), Mortal()], admitter(*[9] * 8)
+    *groups, summary = play(servers, mine)
+    outputs = list_outputs(groups)
+    assert [output.token_ids for output in outputs] == [list(range(1, 10))] * len(outputs) and not summary.cancelled
+    assert all(output.logprobs == [-float(token) for token in output.token_ids] for output in outputs)
+    assert {output.finish_reason for output in outputs} == {"stop"}
+    assert all([span.tokens for span in output.spans] == [9] for output in outputs)
+    assert servers[0].is_dead and mine.state.round is None
+    moved = [(prompt, params) for prompt, params in servers[1].asked if len(prompt) > 1]
+    assert bool(moved) == (dies_after > 0)
+    for prompt, params in moved:
+        assert len(prompt) - 1 == dies_after and params["max_new_tokens"] == 50 - dies_after
+        assert params["custom_params"][GENERATED_PARAM] == dies_after
+    texts = {output.text for output in outputs}
+    assert texts <= {"9 words", "-".join(map(str, range(1, 10)))}, "what came in two parts is decoded anew"
+
+
+def test_what_looks_back_at_the_whole_response_is_generated_anew():
+    servers, mine = [Mortal(4), Mortal()], admitter(*[9] * 4)
+    *groups, _ = play(servers, mine, {"stop": ["end"]})
+    assert all(output.token_ids == list(range(1, 10)) for output in list_outputs(groups))
+    assert all(len(prompt) == 1 for prompt, _ in servers[1].asked)
+
+
+def test_all_servers_die():
+    mine = admitter(*[9] * 4)
+    with pytest.raises(ConnectionError, match="no server is left; .*:.*; .*:.*") as caught:
+        play([Mortal(3), Mortal(5)], mine)
+    assert "\n" not in str(caught.value)
+    assert len(mine.state.fresh) == 4 and mine.state.round is None, "nothing is lost"
+
+
+def test_a_sample_that_kills_is_not_tried_on_a_third_server():
+    servers = [Mortal(-1), Mortal(-1), Mortal(-1), Mortal()]
+    with pytest.raises(ConnectionError, match="2 servers were lost while they had sample .*, 2 of them before its first"):
+        play(servers, admitter(9, num_prompts=1, eta_prompts=1))
+    assert sum(server.is_dead for server in servers) == 2
+
+
+def test_a_server_answers_again(monkeypatch, caplog):
+    monkeypatch.setattr(fleet, "LOOK_SECONDS", 0.02)
+    back, other = Mortal(2, returns=1), PlayedServer()
+    caplog.set_level(logging.WARNING)
+
+    async def wait(group) -> bool:
+        while not back.is_dead or back.silent or "answers again" not in caplog.text:
+            await asyncio.sleep(0.01)
+        return True
+
+    class Slow(Mortal):
+        async def generate(self, body, request):
+            while back.is_dead and "answers again" not in caplog.text:
+                await asyncio.sleep(0.01)
+            return await super().generate(body, request)
+
+    *groups, _ = play([back, Slow()], admitter(*[9] * 40))
+    assert all(output.token_ids == list(range(1, 10)) for output in list_outputs(groups))
+    assert "is lost, its samples go on elsewhere" in caplog.text and "answers again, and gets samples" in caplog.text
+    assert not other.calls
+
+
+def test_a_server_with_other_weights_gets_nothing(caplog):
+    servers = [Mortal(), Mortal()]
+    servers[0].updates = 5
+    *groups, _ = play(servers, admitter(9, 9))
+    assert len(list_outputs(groups)) == 4 and not servers[1].asked
+    (line,) = caplog.messages
+    assert "gets no samples of this round: it has weights 'default' after 0 updates, others have weights" in line
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (("default", 3), ("default", 3), True), (("default", 0), ("default", 3), False),
+        (("step-5", 1), ("step-5", 5), True), (("step-4", 5), ("step-5", 5), False),
+        (("default", 5), ("step-5", 5), False),
+    ],
+)  # fmt: skip
+def test_which_weights_are_the_same(one, other, same):
+    assert Weights(*one).are(Weights(*other)) == Weights(*other).are(Weights(*one)) == same
+
+
+@pytest.mark.parametrize("url", [[], ["http://a:1", "http://a:1/"]])
+def test_no_address_or_one_twice(url):
+    with pytest.raises(ValueError, match="must be an address, or several different ones"):
+        RolloutClient(url)
