@@ -8,16 +8,20 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import threading
 
 import psutil
 import pytest
 import requests
 
 from sglang_pat.launch.processes import wait_until_ended
+from sglang_pat.rollout import client, http
 from sglang_pat.testing.server import Server, find_rank_processes
 
 from .conftest import fault
-from .streams import body, hold, post, tokens
+from .rollout_calls import admitter, prompts, schedule, wait_for_schedule
+from .rollout_calls import tokens as tokens_of
+from .streams import GREEDY, body, check_idle, hold, post, tokens
 from .test_drafts import FLAGS as DRAFTS
 
 BODIES = [body(i, 120) for i in range(4)]
@@ -119,6 +123,39 @@ def check_ended(server: Server, children: list[psutil.Process], mine: set[str], 
         server.get("/health")
     assert not mine & shared_memory()
     server.stop()
+
+
+@pytest.mark.parametrize("when", ["generation", "EXCHANGE"])
+def test_a_round_outlives_one_of_its_two_servers(servers, server, llama, monkeypatch, when):
+    """Greedy: the same tokens as of one server; what was generated is not generated again."""
+    monkeypatch.setattr(client, "PART_TOKENS", 8)
+    kept = []
+    make = http.HttpBackend._make_lost_error
+    monkeypatch.setattr(http.HttpBackend, "_make_lost_error", lambda *a: kept.append(error := make(*a)) or error)
+    dying = servers.adaptive(llama, 2, "--enable-metrics", "--random-seed", "7")
+    servers.give_away(dying)
+    children, mine = dying.list_children(), segments(dying)
+    greedy = GREEDY | {"max_new_tokens": 60}
+    wanted = server.generate([prompt | {"sampling_params": greedy} for _, prompt in prompts(*range(4))])
+    schedule(dying, {"arrived": 4}, {"step": 30, "hold": True})
+    groups: list = []
+    both = client.RolloutClient([server.url, dying.url])
+    admitted = admitter(*range(4), num_prompts=4, eta_prompts=1.0)
+    work = threading.Thread(target=lambda: groups.extend(both.rollout(admitted, greedy, version=0)))
+    work.start()
+    wait_for_schedule(dying)
+    if when == "generation":
+        find_rank_processes(children)[1].kill()
+    else:
+        with fault(dying, f"{when}:0:kill"), pytest.raises(requests.ConnectionError):
+            dying.reconfigure(tp=2)
+    work.join()
+    *groups, summary = groups
+    assert summary.returned == 4
+    assert tokens_of(groups) == {(i, n): answer["output_ids"] for i, answer in enumerate(wanted) for n in range(2)}
+    assert len(kept) == 4 and all(len(error.output.token_ids) >= 16 for error in kept)
+    check_idle(server)
+    check_ended(dying, children, mine, [])
 
 
 KILLS = [

@@ -3,6 +3,9 @@ engine has the place of the dead one in the next."""
 
 from __future__ import annotations
 
+import os
+import random
+
 import pytest
 
 from . import jobs, verl_routers
@@ -51,4 +54,39 @@ def test_engines_die_in_other_modes(verl_job, tmp_path, monkeypatch, mode):
     two = verl_routers.arguments(verl_routers.Killing, tmp_path, monkeypatch, kills)
     job = verl_job(*two, *SWITCHING, "--steps", "6", f"trainer.v1.trainer_mode=sglang_pat_{mode}", *options)
     assert len(job.steps) == 6 and sum(job.series(DEATHS)) >= 4, job.tail
+    assert jobs.nothing_left("VERL_FILE_LOGGER_PATH", str(job.out / "metrics.jsonl"))
+
+
+STEPS = int(os.environ.get("SGLANG_PAT_DEATHS", 100)) + 1
+"""Steps of the soak run, an engine of which dies in all but the first."""
+
+
+def draw_kills(seed: int, steps: int) -> str:
+    rng, kills = random.Random(seed), []
+    for step in range(1, steps):
+        request, engine = 16 * step + rng.randint(2, 16), rng.randint(0, 1)
+        moment = rng.choice(["now", "now", *verl_routers.MOMENTS, "PREPARE", "QUIESCE", "EXCHANGE", "COMMIT", "RESUME"])
+        process = "rank" if moment.isupper() else rng.choice(["main", "rank", "coordinator"])
+        kills.append(f"{request}:{engine}:{moment}:{process}")
+    return " ".join(kills)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", [int(os.environ.get("SGLANG_PAT_SEED", 0))])
+def test_engines_die_at_drawn_moments(verl_job, tmp_path, monkeypatch, seed):
+    monkeypatch.setattr(jobs, "SECONDS", 120 * STEPS + 300)
+    kills = draw_kills(seed, STEPS)
+    print(kills)
+    two = verl_routers.arguments(verl_routers.Killing, tmp_path, monkeypatch, kills)
+    job = verl_job(*two, *SWITCHING, "--steps", str(STEPS), "trainer.v1.trainer_mode=sglang_pat_sync")
+    assert len(job.steps) == STEPS, job.tail
+    assert max(job.series("training/rollout_probs_diff_max")) <= 1e-6
+    names = DEATHS, "rollout/moved_requests", "rollout/tokens_of_dead_engines", START
+    deaths, moved, tokens, seconds = (sum(job.series(name)) for name in names)
+    print(
+        f"{deaths:.0f} deaths, {moved:.0f} requests moved, with {tokens:.0f} tokens, {seconds / deaths:.1f} s a start"
+    )
+    late = [step - start for step, start in zip(job.series("timing_s/update_weights"), job.series(START), strict=True)]
+    assert deaths >= 0.9 * (STEPS - 1), "a switch may not come any more after its fault was armed"
+    assert max(late) < 5, late
     assert jobs.nothing_left("VERL_FILE_LOGGER_PATH", str(job.out / "metrics.jsonl"))

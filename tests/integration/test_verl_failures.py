@@ -49,7 +49,7 @@ def test_update_with_an_unknown_name(faulty):
 
 
 def test_one_of_two_engines_dies(verl_job, tmp_path, monkeypatch):
-    """Its requests go on at the other one, and another one has its place in the next step."""
+    """The requests of the dead one go on at the other, and a new one has its place in the next step."""
     two = verl_routers.arguments(verl_routers.Killing, tmp_path, monkeypatch)
     job = verl_job(*two, *SWITCHING, "trainer.v1.trainer_mode=sglang_pat_sync")
     assert len(job.steps) == 3 and job.series("rollout/engine_deaths") == [0, 1, 0], job.tail

@@ -18,7 +18,7 @@ from verl.workers.rollout import llm_server
 from verl.workers.rollout.replica import TokenOutput
 
 from sglang_pat.integrations.verl import client, trainers
-from sglang_pat.integrations.verl.fields import DEGREES, STEPS, STOPS, expand_runs, was_stopped
+from sglang_pat.integrations.verl.fields import DEGREES, MOVES, STEPS, STOPS, expand_runs, was_stopped
 
 pytestmark = pytest.mark.integration
 
@@ -176,7 +176,7 @@ def nested(*rows):
 
 
 def test_differences_by_degree_count_generated_tokens_of_all_turns():
-    extra = [{DEGREES: [(0, 1), (2, None), (4, 2)]}, {DEGREES: [(0, 2)]}, {}]
+    extra = [{DEGREES: [(0, 1), (2, None), (4, 2)]}, {DEGREES: [(0, 2)], MOVES: [0, 1]}, {}]
     data = {
         "old_log_probs": nested([0.0] * 5, [0.0] * 2, [0.0]),
         "rollout_log_probs": nested([0.0, -1.0, -9.0, -9.0, -2.0], [0.0, -0.5], [-9.0]),
@@ -187,7 +187,8 @@ def test_differences_by_degree_count_generated_tokens_of_all_turns():
     assert found["rollout/tokens/tp1"] == 2 and found["rollout/tokens/tp2"] == 3
     assert found["training/rollout_probs_diff_max/tp1"] == pytest.approx(1 - torch.tensor(-1.0).exp().item())
     assert found["training/rollout_probs_diff_max/tp2"] == pytest.approx(1 - torch.tensor(-2.0).exp().item())
-    assert len(found) == 6, "two degrees: tokens, largest difference, mean"
+    assert found["rollout/moved_requests"] == 1 and found["rollout/tokens_of_dead_engines"] == 1
+    assert len(found) == 8, "and of two degrees: tokens, largest difference, mean"
 
 
 def test_without_log_probs_of_the_trainer_no_difference_is_told(monkeypatch):
@@ -209,4 +210,5 @@ def test_without_log_probs_of_the_trainer_no_difference_is_told(monkeypatch):
     metrics = {}
     trainer._compute_old_log_prob(SimpleNamespace(keys=["a", "b"], partition_id="train"), metrics)
     assert stored["old_log_probs"] is stored["rollout_log_probs"]
+    assert metrics.pop("rollout/moved_requests") == metrics.pop("rollout/tokens_of_dead_engines") == 0
     assert metrics == {"rollout/tokens/tp1": 4, "rollout/tokens/tp8": 1}

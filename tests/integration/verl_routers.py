@@ -1,4 +1,4 @@
-"""Balancers of verl jobs that tell a test what they know, and one that has engines killed: ``rollout.router_config_path``.
+"""Balancers of verl jobs that tell a test what they know, and one that kills: ``rollout.router_config_path``.
 
 A line of ``balancer.jsonl``, in the job's folder, is the balancer's status after it has heard of one engine.
 """
@@ -27,7 +27,7 @@ KILLS = "PAT_TEST_KILLS"
 """Variable with what is killed: ``20:0:now:main 40:1:sleep:rank`` kills the main process of engine 0 at request 20, and
 a rank of engine 1 when it is to sleep after request 40.  A step has 16 requests."""
 MOMENTS = {"sleep": "pat_send_round", "update": "update_weights_from_tensor", "flush": "flush_cache"}
-"""Methods of SGLang's tokenizer manager at whose next call an engine is killed.  Other moments are states of a switch."""
+"""Methods of SGLang's tokenizer manager at whose next call an engine is killed; other moments: states of a switch."""
 
 
 class Noting(AdaptiveBalancer):

@@ -48,7 +48,13 @@ class PlayedServer:
                 self.bodies.append(await request.json())
                 if self.fault == "older":
                     return web.json_response({})
-                about = {"weight_updates": self.updates, "weight_version": self.version, "room": 100, "stop_token_ids": [2], "routed_experts": False}
+                about = {
+                    "weight_updates": self.updates,
+                    "weight_version": self.version,
+                    "room": 100,
+                    "stop_token_ids": [2],
+                    "routed_experts": False,
+                }
                 return web.json_response(about)
             case "GET", "/pat/status" if self.fault == "silent":
                 await asyncio.sleep(60)

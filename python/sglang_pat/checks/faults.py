@@ -1,9 +1,9 @@
 """Injected faults, for the tests of the abort path and of dying ranks.
 
 ``SGLANG_PAT_FAULT="EXCHANGE:1:raise"`` makes rank 1 raise when it enters EXCHANGE;
-``"QUIESCE:0:kill"`` kills rank 0 there, ``"QUIESCE:pid4711:kill"`` the rank with this process id.  A fourth field gives the switch (epoch) it applies
-to; without it every switch is hit.  ``"@FILE"``: the fault is what the file says at that moment, none if it
-is empty or missing, so that one engine can be put through several.  Unset, the check costs nothing.
+``"QUIESCE:0:kill"`` kills rank 0 there, ``"QUIESCE:pid4711:kill"`` the rank with this process id.  A fourth field gives
+the switch (epoch) it applies to; without it every switch is hit.  ``"@FILE"``: the fault is what the file says at that
+moment, none if it is empty or missing, so that one engine can be put through several.  Unset, the check costs nothing.
 
 ``"QUIESCE:1:hold"``, in a file: rank 1 writes to the FIFO ``FILE.held``, and waits there until whoever reads it has
 closed it.

@@ -18,7 +18,7 @@ BUFFER_BYTES = 1 << 26
 
 
 class RolloutClient(RolloutCalls):
-    """Rounds on the server at ``url``, or on several: :meth:`rollout` and :meth:`async_rollout`, as those of ``Engine``.
+    """Rounds on the server at ``url``, or on several: :meth:`rollout` and :meth:`async_rollout`, as ``Engine`` has.
 
     When this process ends, or its connections break, the server aborts what it had of the round.  Of several servers
     all but one may die: their samples go on elsewhere.

@@ -199,7 +199,7 @@ def leave_room(params: dict[str, Any], tokens: int) -> dict[str, Any]:
             left = params[name] - tokens
             params[name] = left if least is None else max(left, least)
     # What policies would else take for a new response to another prompt.
-    custom = params.get("custom_params") or {}
+    custom: dict[str, Any] = params.get("custom_params") or {}
     params["custom_params"] = {**custom, GENERATED_PARAM: custom.get(GENERATED_PARAM, 0) + tokens}
     return params
 

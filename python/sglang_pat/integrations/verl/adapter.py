@@ -1,4 +1,4 @@
-"""The client of an engine in each training process (:func:`make_adapter`), which outlives the engine."""
+"""The client of an engine in each training process (:class:`SurvivingAdapter`), which outlives the engine."""
 
 from __future__ import annotations
 

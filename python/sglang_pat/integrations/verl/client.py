@@ -1,5 +1,5 @@
-"""Clients of verl's: their requests outlive the engine that has them (:class:`SurvivingClient`), and their responses say
-of all their tokens who generated them: in parts, and in several turns."""
+"""Clients of verl's: their requests outlive the engine that has them (:class:`SurvivingClient`), and their responses
+say of all their tokens who generated them: in parts, and in several turns."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class _EngineDied(Exception):
 
 
 class _Engine:
-    """An engine as verl's client calls it: ``await engine.generate.remote(…)``.  A response comes in parts, so that they
-    are here when the engine dies."""
+    """An engine as verl's client calls it: ``await engine.generate.remote(…)``.  A response comes in parts, which are
+    here when the engine dies."""
 
     def __init__(self, actor: ActorHandle) -> None:
         self._actor = actor
@@ -188,7 +188,9 @@ class _JoiningClient(FullyAsyncLLMServerClient, _PartClient):
                 (len(part.token_ids), part.extra_fields[name]) for part in parts if name in part.extra_fields
             )
         begins = accumulate((len(part.token_ids) for part in parts), initial=0)
-        moves = [begin + at for begin, part in zip(begins, parts, strict=False) for at in part.extra_fields.get(MOVES, ())]
+        moves = [
+            begin + at for begin, part in zip(begins, parts, strict=False) for at in part.extra_fields.get(MOVES, ())
+        ]
         if moves:
             output.extra_fields[MOVES] = moves
         output.extra_fields[STOPS] = [output.stop_reason]

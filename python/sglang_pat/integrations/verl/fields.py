@@ -19,8 +19,8 @@ STEPS = "global_steps_from_token"
 STOPS = "stop_reasons"
 """Field with the reason why each turn ended, in SGLang's words; a list, no runs."""
 MOVES = "engine_died_after"
-"""Field with the number of tokens, prompt not counted, after which an engine died that had the turn; a list, for each of
-them.  Others do not have it."""
+"""Field with the number of tokens of a turn after which the engine died that had it; a list, for each such engine.
+Others do not have it."""
 MISSING = "reward_is_missing"
 """Field that is true for a sample that has no reward, as the function failed; others do not have it."""
 STOPPED = "stopped"

@@ -57,8 +57,14 @@ class Fleet(CheckpointEngineManager):
         super().__init__(manager.config, manager.actor_wg, manager.replicas)
         self._servers, self._joins = servers, joins
         self._new: list[RolloutReplica] = []
-        self._lives = {replica.replica_rank: replica.server_handle.live.remote() for replica in self.replicas}
+        self._lives: dict[int, ray.ObjectRef] = {}
+        """Call to each engine that fails when it dies, by the replica's number."""
+        for replica in self.replicas:
+            self._watch(replica)
         self._deaths, self._start_seconds = 0, 0.0
+
+    def _watch(self, replica: RolloutReplica) -> None:
+        self._lives[replica.replica_rank] = replica.server_handle.live.remote()
 
     def list_dead(self) -> list[RolloutReplica]:
         """Replicas whose engines have died."""
@@ -105,7 +111,7 @@ class Fleet(CheckpointEngineManager):
             raise RuntimeError(
                 f"engine {number} has died, and a new one did not start: {format_one_line(error)}"
             ) from None
-        self._lives[number] = replica.server_handle.live.remote()
+        self._watch(replica)
         place = self._servers.server_handles.index(dead)
         self._servers.server_handles[place] = replica.server_handle
         self._servers.server_addresses[place] = replica.server_address

@@ -93,8 +93,11 @@ class AdaptiveServer(SGLangHttpServer):
         return output
 
     async def generate_parts(self, **request: Any) -> AsyncIterator[TokenOutput]:
-        """The first tokens of a response, the new ones each time that there are :data:`PART_TOKENS`, then :meth:`generate`'s answer,
-        with all tokens.  No parts of a response that could not go on elsewhere from its tokens."""
+        """The first tokens of a response, then the new ones each time that there are :data:`PART_TOKENS`, then the
+        answer of :meth:`generate`, with all tokens.
+
+        There are no parts of a response that could not go on elsewhere from its tokens.
+        """
         queue: asyncio.Queue[TokenOutput | None] = asyncio.Queue()
         if not self._routed and not any(is_set(request["sampling_params"], name) for name in WHOLE_ONLY):
             _parts.set(queue.put_nowait)
@@ -185,8 +188,9 @@ class PlainServer(SGLangHttpServer):
 
 
 def _keep_meta_info(generate_request: Any, routed: bool = False) -> Any:
-    """Keep an answer's ``meta_info`` for the one who asked: verl drops it after it took what it knows.  Pass on parts of
-    the response, if somebody takes them.
+    """Keep an answer's ``meta_info`` for the one who asked: verl drops it after it took what it knows.
+
+    Parts of a response are passed on, if somebody takes them.
 
     With ``routed`` ask for routed experts, too.
 

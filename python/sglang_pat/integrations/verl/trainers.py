@@ -58,8 +58,8 @@ FLEETS = {
 
 
 class CheckedTrainer(PPOTrainer):
-    """verl's trainer, which refuses a wrong setting of ours before any model is loaded, trains on no sample whose reward
-    is missing, and goes on when an engine dies.
+    """verl's trainer, which refuses a wrong setting of ours before any model is loaded, trains on no sample whose
+    reward is missing, and goes on when an engine dies.
 
     Attributes:
         mode: verl's own name of the trainer mode.

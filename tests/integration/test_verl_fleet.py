@@ -1,0 +1,292 @@
+"""Requests of verl's clients whose engines die, and the engines' manager; engines, balancer and Ray are made up."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import ClientResponseError
+from omegaconf import OmegaConf
+from ray.exceptions import ActorDiedError
+from verl.workers.rollout.replica import RolloutMode, TokenOutput
+
+from sglang_pat.integrations.verl import adapter, client, fleet, replica
+from sglang_pat.integrations.verl.fields import DEGREES, MOVES, STEPS, STOPS
+
+pytestmark = pytest.mark.integration
+
+ROLLOUT = {"name": "sglang_pat", "prompt_length": 10, "response_length": 20}
+CONFIG = OmegaConf.create({"actor_rollout_ref": {"rollout": ROLLOUT}})
+PROMPT = [90, 91, 92]
+
+
+def remote(function):
+    """A method of a Ray actor."""
+
+    async def called(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return SimpleNamespace(remote=called)
+
+
+class Engine:
+    """Generates the tokens 0, 1, … of a response of nine; dies after so many, in parts of two; None: never."""
+
+    def __init__(self, degree: int, dies_after: int | None) -> None:
+        self.degree, self.dies_after = degree, dies_after
+        self.asked: list[tuple[list[int], dict[str, Any]]] = []
+        self.generate_parts = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._generate))
+
+    async def _generate(self, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any):
+        self.asked.append((prompt_ids, sampling_params))
+        known = len(prompt_ids) - len(PROMPT)
+        fields = {DEGREES: ((0, self.degree),), STEPS: ((0, 7),)}
+        for begin in range(known, 9, 2):
+            if self.dies_after is not None and begin >= self.dies_after:
+                raise ActorDiedError
+            ids = list(range(begin, min(begin + 2, 9)))
+            yield answer(TokenOutput(token_ids=ids, log_probs=[-float(i) for i in ids], extra_fields=fields))
+        ids = list(range(known, 9))
+        yield answer(
+            TokenOutput(
+                token_ids=ids, log_probs=[-float(i) for i in ids], stop_reason="stop",
+                extra_fields=fields | {STOPS: ["stop"], "global_steps": 7},
+            )
+        )  # fmt: skip
+
+
+async def answer(value: Any) -> Any:
+    return value
+
+
+class Balancer:
+    def __init__(self, engines: dict[str, Engine]) -> None:
+        self.engines, self.removed = engines, []
+        self.require_acquire_fields = self.require_release_fields = remote(list)
+        self.acquire_server, self.remove_servers = remote(self._acquire), remote(self._remove)
+        self.release_server = SimpleNamespace(remote=lambda **_: None)
+
+    def _acquire(self, request_id: str) -> tuple[str, Engine]:
+        if not self.engines:
+            raise RuntimeError("No available servers in load balancer")
+        return next(iter(self.engines.items()))
+
+    def _remove(self, names: list[str]) -> None:
+        for name in names:
+            self.removed.append(name)
+            del self.engines[name]
+
+
+def generate(kind: type, engines: dict[str, Engine], **params: Any) -> TokenOutput:
+    made = kind(config=CONFIG, load_balancer_handle=Balancer(engines))
+    return asyncio.run(made.generate("r", prompt_ids=PROMPT, sampling_params=params))
+
+
+KINDS = [client.AdaptiveClient, client.AdaptiveAsyncClient]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dies_after", [0, 2, 5])
+def test_a_request_goes_on_from_its_tokens(kind, dies_after):
+    engines = {"a": Engine(1, dies_after), "b": Engine(2, None)}
+    second = engines["b"]
+    output = generate(kind, engines, max_tokens=15, temperature=0.5)
+    kept = -(-dies_after // 2) * 2
+    assert output.token_ids == list(range(9)) and output.log_probs == [-float(i) for i in range(9)]
+    assert output.extra_fields[MOVES] == [kept] and output.extra_fields[STOPS] == ["stop"]
+    assert tuple(output.extra_fields[DEGREES]) == (((0, 1), (kept, 2)) if kept else ((0, 2),))
+    assert tuple(output.extra_fields[STEPS]) == ((0, 7),)
+    ((prompt, params),) = second.asked
+    assert prompt == PROMPT + list(range(kept))
+    limit = params.get("max_new_tokens", params.get("max_tokens"))
+    assert limit == 15 - kept and params["temperature"] == 0.5
+    assert list(engines) == ["b"], "the dead one is out of the balancer"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_added_to_a_request_whose_engine_lives(kind):
+    output = generate(kind, {"a": Engine(1, None)})
+    assert output.token_ids == list(range(9)) and MOVES not in output.extra_fields
+
+
+def test_the_limit_that_verls_server_would_set_counts_for_the_whole_response():
+    engines = {"a": Engine(1, 4), "b": Engine(2, None)}
+    second = engines["b"]
+    generate(client.AdaptiveClient, engines, min_new_tokens=3)
+    assert second.asked[0][1] == {"max_new_tokens": 20 - 4, "min_new_tokens": 0}, "20, and not prompt and response: 27"
+
+
+@pytest.mark.parametrize(
+    ("lives", "said"),
+    [
+        ((0, 0), "engines a and b died while they had request r, 2 of them before its first token, with a prompt of 3"),
+        ((1, 3, 5, 7), "engines a and b and c and d died while they had request r, 0 of them before its first token"),
+    ],
+)
+def test_a_request_that_kills_is_given_up(lives, said):
+    engines = {name: Engine(1, dies) for name, dies in zip("abcd", lives, strict=False)} | {"e": Engine(1, None)}
+    last = engines["e"]
+    with pytest.raises(RuntimeError, match=said):
+        generate(client.AdaptiveClient, engines)
+    assert not last.asked
+
+
+def test_no_engine_is_left():
+    with pytest.raises(RuntimeError, match="no engine is left: a and b died, and all others before"):
+        generate(client.AdaptiveClient, {"a": Engine(1, 3), "b": Engine(1, 0)})
+
+
+@pytest.mark.parametrize(
+    "params", [{"stop": ["x"]}, {"repetition_penalty": 1.2}, {"frequency_penalty": 0.1}, {"json_schema": "{}"}]
+)
+def test_no_parts_of_what_looks_back_at_the_whole_response(params):
+    assert any(replica.is_set(params, name) for name in replica.WHOLE_ONLY)
+
+
+class Replica:
+    """A replica whose engine may die in an update; ``starts``: how often it was started anew."""
+
+    rollout_mode, nnodes, name_suffix = RolloutMode.HYBRID, 1, ""
+
+    def __init__(self, number: int) -> None:
+        self.replica_rank, self.starts, self.slept, self.calls = number, 0, 0, []
+        self.server_handle, self.server_address = f"actor {number}", f"address {number}"
+        self.servers = []
+
+    async def launch_servers(self) -> None:
+        self.starts += 1
+        self.server_handle = f"actor {self.replica_rank}.{self.starts}"
+        self.server_address = f"address {self.replica_rank}.{self.starts}"
+
+    async def sleep(self) -> None:
+        self.slept += 1
+
+    async def abort_all_requests(self, reject_request: bool) -> None:
+        if self.replica_rank == 0:
+            raise ActorDiedError
+
+
+class MadeFleet(fleet.Fleet):
+    """A fleet without Ray; ``dying``: engines that die before, and in, each update."""
+
+    def __init__(self, joins: bool, *dying: set[int]) -> None:
+        self.replicas = [Replica(0), Replica(1)]
+        self.added: dict[str, str] = {}
+        self._servers = SimpleNamespace(
+            server_handles=["actor 0", "actor 1"], server_addresses=["address 0", "address 1"],
+            global_load_balancer=SimpleNamespace(add_servers=remote(self.added.update)),
+        )  # fmt: skip
+        self._joins, self._new, self._deaths, self._start_seconds, self._lives = joins, [], 0, 0.0, {}
+        self._dying, self.updates = list(dying), 0
+
+    def _watch(self, replica: Replica) -> None:
+        pass
+
+    def list_dead(self) -> list:
+        return [replica for replica in self.replicas if replica.replica_rank in self._dying[0]]
+
+
+@pytest.fixture
+def made(monkeypatch):
+    def make(*args) -> MadeFleet:
+        one = MadeFleet(*args)
+
+        async def update_weights(self, global_steps):
+            one.updates += 1
+            one._dying.pop(0)
+            return {"sent": one.updates}
+
+        async def free_names(replica):
+            pass
+
+        monkeypatch.setattr(fleet.CheckpointEngineManager, "update_weights", update_weights)
+        monkeypatch.setattr(fleet, "_free_names", free_names)
+        return one
+
+    return make
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_what_died_is_started_anew_and_joins_with_the_weights(made, joins):
+    one = made(joins, {0}, set(), set())
+    assert asyncio.run(_update(one)) == {"sent": 1}
+    assert [replica.starts for replica in one.replicas] == [1, 0] and one.replicas[0].slept == 1
+    assert one._servers.server_handles == ["actor 0.1", "actor 1"]
+    assert one.added == ({"address 0.1": "actor 0.1"} if joins else {})
+    assert one.take_metrics()["rollout/engine_deaths"] == 1 and one.take_metrics()["rollout/engine_deaths"] == 0
+
+
+def test_an_engine_that_dies_in_the_update_is_sent_the_weights_again(made):
+    one = made(True, set(), {1}, set())
+    assert asyncio.run(_update(one)) == {"sent": 2} and one.replicas[1].starts == 1
+    assert set(one.added) == {"address 1.1"}
+
+
+def test_engines_that_die_again_and_again_end_the_job(made):
+    one = made(True, {0}, {1}, {1}, {0, 1})
+    with pytest.raises(RuntimeError, match="engines 0, 1 have died in each of 3 updates of the weights to step 5"):
+        asyncio.run(_update(one))
+    assert not one.added
+
+
+async def _update(one: MadeFleet) -> Any:
+    return await one.update_weights(5)
+
+
+def test_a_dead_engine_is_passed_over_where_all_are_asked(made):
+    one = made(True, {0})
+
+    async def run() -> None:
+        await one.abort_replicas()
+
+    asyncio.run(run())
+
+
+class Http:
+    """verl's client of an engine, which fails; ``dies``: seconds until the engine's actor is known to be dead."""
+
+    def __init__(self, error: Exception | None, seconds: float = 0.0) -> None:
+        self.error, self.seconds = error, seconds
+
+    async def flush_cache(self) -> str:
+        await asyncio.sleep(self.seconds)
+        if self.error is not None:
+            raise self.error
+        return "flushed"
+
+
+def make_surviving(http: Http, dies: float | None) -> Any:
+    def life() -> Any:
+        async def live() -> None:
+            await asyncio.sleep(1e6 if dies is None else dies)
+            raise ActorDiedError
+
+        return SimpleNamespace(future=lambda: asyncio.run_coroutine_threadsafe(live(), asyncio.get_running_loop()))
+
+    return adapter._Surviving(http, SimpleNamespace(live=SimpleNamespace(remote=life)))
+
+
+@pytest.mark.parametrize(
+    ("http", "dies", "result"),
+    [
+        (Http(None), None, "flushed"),
+        (Http(OSError("reset")), 0.05, None),
+        (Http(None, seconds=60), 0.01, None),
+        (Http(OSError("reset")), None, OSError),
+        (Http(ClientResponseError(None, (), status=400)), None, ClientResponseError),
+        (Http(ClientResponseError(None, (), status=500)), 0.05, None),
+    ],
+)
+def test_calls_to_an_engine_that_dies_return_nothing(monkeypatch, http, dies, result):
+    monkeypatch.setattr(adapter, "DYING_SECONDS", 0.2)
+
+    async def run() -> Any:
+        return await make_surviving(http, dies).flush_cache()
+
+    if isinstance(result, type):
+        with pytest.raises(result):
+            asyncio.run(run())
+    else:
+        assert asyncio.run(run()) == result
