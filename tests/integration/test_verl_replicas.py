@@ -19,8 +19,9 @@ from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.server import attach
 
 RolloutReplicaRegistry.get("sglang")  # puts stand-ins for vLLM's modules in place
-from verl.workers.rollout.sglang_rollout import sglang_rollout  # noqa: E402
-
+from sglang_pat.integrations.verl import adapter  # noqa: E402
+from sglang_pat.integrations.verl import replica as replicas  # noqa: E402
+from sglang_pat.integrations.verl.fields import DEGREES, STEPS  # noqa: E402
 from sglang_pat.integrations.verl.replica import (  # noqa: E402
     AdaptiveServer,
     PlainServer,
@@ -100,8 +101,6 @@ def test_they_may_stream_layers(helper):
 
 def test_sglang_streams_layers_in_their_servers(monkeypatch):
     """What the server's process and its engine's processes read when SGLang loads its plug-ins."""
-    from sglang_pat.integrations.verl import replica as replicas
-
     seen = []
 
     async def launch_server(self, **_):
@@ -211,9 +210,9 @@ def test_an_engines_actor_handles_a_nodes_requests_at_once():
     assert replica(config(max_num_seqs=256)).max_concurrency == 1000, "verl's own, which this is an override of"
 
 
-def test_the_client_of_a_server_is_verls_own(monkeypatch):
+def test_the_client_of_a_server_is_made_as_verls(monkeypatch):
     """The client says what is wrong with our settings; those of the variable are not about a reward model's client."""
-    monkeypatch.setattr(sglang_rollout, "ServerAdapter", lambda config, device_mesh: SimpleNamespace(config=config))
+    monkeypatch.setattr(adapter, "SurvivingAdapter", lambda config, device_mesh: SimpleNamespace(config=config))
     monkeypatch.setenv("SGLANG_PAT", "base_tp=3")
     for name in ("sglang", "sglang_pat"):
         kind, plain = get_rollout_class(name), config(name, data_parallel_size=2)
@@ -224,6 +223,56 @@ def test_the_client_of_a_server_is_verls_own(monkeypatch):
     apart = config(settings={}, disaggregation={"enabled": True})
     with pytest.raises(ValueError, match="rollout.disaggregation.enabled is true, must be false"):
         get_rollout_class("sglang")(config=apart, device_mesh=None)
+
+
+def make_launch(monkeypatch, launch_server):
+    """A function that launches a server; verl's part of that is ``launch_server``."""
+
+    async def launch(given: RolloutConfig) -> AdaptiveServer:
+        server = AdaptiveServer.__new__(AdaptiveServer)
+        hf_config = SimpleNamespace(num_hidden_layers=3, num_experts_per_tok=2)
+        server.config, server.model_config = given, SimpleNamespace(hf_config=hf_config)
+        server.rollout_mode, server.replica_rank, server.global_steps = RolloutMode.HYBRID, 0, 1
+        server._disaggregation_role = "null"
+        await server.launch_server()
+        return server
+
+    monkeypatch.setattr(SGLangHttpServer, "launch_server", launch_server)
+    monkeypatch.setattr(SGLangHttpServer, "lora_as_adapter", False)
+    monkeypatch.setattr("sglang_pat.integrations.verl.replica.attach", lambda *_: None)
+    return launch
+
+
+@pytest.mark.parametrize("whole", ["", "routed", "stop"])
+def test_a_response_comes_in_parts_if_it_could_go_on_from_its_tokens(monkeypatch, whole):
+    """The first token, then each four; the answer has all tokens, whatever came before."""
+    monkeypatch.setattr(replicas, "PART_TOKENS", 4)
+
+    async def generate_request(obj, request):
+        assert obj.stream == (not whole)
+        for count in range(1, 12) if obj.stream else (11,):
+            meta = {
+                "finish_reason": {"type": "stop"} if count == 11 else None, "tp_from_token": [(0, 2)],
+                "output_token_logprobs": [(-float(i), i, None) for i in range(count)],
+            }  # fmt: skip
+            yield {"output_ids": list(range(count)), "meta_info": meta}
+
+    async def launch_server(self, **address):
+        self.tokenizer_manager = SimpleNamespace(generate_request=generate_request, pat_send_round=lambda _: None)
+
+    async def ask() -> list:
+        given = config("sglang_pat", {}, enable_rollout_routing_replay=whole == "routed")
+        given.max_model_len = 100
+        server = await make_launch(monkeypatch, launch_server)(given)
+        params = {"logprobs": True} | ({"stop": ["x"]} if whole == "stop" else {})
+        request = {"prompt_ids": [1, 2, 3], "sampling_params": params, "request_id": "a"}
+        return [part async for part in server.generate_parts(**request)]
+
+    *parts, answer = asyncio.run(ask())
+    assert [part.token_ids for part in parts] == ([] if whole else [[0], [1, 2, 3, 4], [5, 6, 7, 8]])
+    assert [part.log_probs for part in parts] == [[-float(i) for i in part.token_ids] for part in parts]
+    assert all(part.extra_fields == {DEGREES: [(0, 2)], STEPS: ((0, 1),)} for part in parts)
+    assert answer.token_ids == ([] if whole == "routed" else list(range(11))) and answer.stop_reason == "stop"
 
 
 @pytest.mark.parametrize("skip", [True, False], ids=["skip_tokenizer_init", "tokenizer"])
@@ -241,17 +290,9 @@ def test_routed_experts_of_a_sample(skip, monkeypatch):
         self.tokenizer_manager = SimpleNamespace(generate_request=generate_request, pat_send_round=lambda _: None)
 
     async def launch_and_ask(given: RolloutConfig):
-        server = AdaptiveServer.__new__(AdaptiveServer)
-        hf_config = SimpleNamespace(num_hidden_layers=3, num_experts_per_tok=2)
-        server.config, server.model_config = given, SimpleNamespace(hf_config=hf_config)
-        server.rollout_mode, server.replica_rank, server.global_steps = RolloutMode.HYBRID, 0, 1
-        server._disaggregation_role = "null"
-        await server.launch_server()
-        return await server.generate([1, 2, 3], {}, "a")
+        return await (await launch(given)).generate([1, 2, 3], {}, "a")
 
-    monkeypatch.setattr(SGLangHttpServer, "launch_server", launch_server)
-    monkeypatch.setattr(SGLangHttpServer, "lora_as_adapter", False)
-    monkeypatch.setattr("sglang_pat.integrations.verl.replica.attach", lambda *_: None)
+    launch = make_launch(monkeypatch, launch_server)
     for routed in (True, False):
         given = config("sglang_pat", {}, enable_rollout_routing_replay=routed, skip_tokenizer_init=skip)
         given.max_model_len = 100

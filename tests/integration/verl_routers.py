@@ -80,6 +80,7 @@ def _arm(server: Any, moment: str, process: str) -> None:
     stock = getattr(manager, name)
 
     def die(*args: Any, **named: Any) -> Any:
+        setattr(manager, name, stock)
         _kill(process)
         return stock(*args, **named)
 

@@ -111,7 +111,7 @@ class FleetBackend:
             ConnectionError: no server is left, or server after server is lost with this sample.
         """
         output, lost, at_once = Output(), 0, 0
-        goes_on = not any(is_set(params, name) for name in WHOLE_ONLY)
+        goes_on = "input_ids" in prompt and not any(is_set(params, name) for name in WHOLE_ONLY)
         try:
             while rid not in self._stopped:
                 server = self._choose(rid)
@@ -136,8 +136,7 @@ class FleetBackend:
                     if lost == LIVES or at_once == FIRST_LIVES:
                         raise ConnectionError(
                             f"{lost} servers were lost while they had sample {rid}, {at_once} of them before its first "
-                            f"token, with a prompt of {len(prompt['input_ids'])} tokens: it is not tried on another "
-                            f"one; {self._list_lost()}"
+                            f"token: it is not tried on another one; {self._list_lost()}"
                         ) from None
                 finally:
                     server.samples -= 1

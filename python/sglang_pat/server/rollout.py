@@ -90,7 +90,7 @@ def describe_engine(manager: Any) -> dict[str, Any]:
     """Facts of the engine that a client's round has to know, by name."""
     return {
         "weight_updates": manager.pat_weight_updates,
-        "weight_version": manager.server_args.weight_version,
+        "weight_version": manager.pat_get_weight_version(),
         "room": get_token_limit(manager),
         "stop_token_ids": stop_tokens(manager),
         "routed_experts": manager.server_args.enable_return_routed_experts,

@@ -23,14 +23,15 @@ DYING_SECONDS = 10.0
 
 
 class SurvivingAdapter(ServerAdapter):
-    """verl's client, to which a dead engine is one that takes everything: the trainer's ranks go through their weights
-    together, whoever gets them.  The next update finds the engine that was started in its place."""
+    """verl's client, to which a dead engine of ours is one that takes everything: the trainer's ranks go through their
+    weights together, whoever gets them.  The next update finds the engine that was started in its place."""
 
     async def _init_server_adapter(self) -> None:
-        if self._engine is not None and not _is_current(self.server_actor, self.replica_rank, self.node_rank):
+        name = f"sglang_server_{self.replica_rank}_{self.node_rank}"
+        if isinstance(self._engine, _Surviving) and not _is_current(self.server_actor, name):
             self._engine = None
         await super()._init_server_adapter()
-        if self._engine is not None and not isinstance(self._engine, _Surviving):
+        if self._engine is not None and not isinstance(self._engine, _Surviving) and hasattr(self.server_actor, "live"):
             self._engine = _Surviving(self._engine, self.server_actor)
 
     async def update_weights(
@@ -42,10 +43,10 @@ class SurvivingAdapter(ServerAdapter):
             logger.warning("an engine died in an update of its weights: %s", format_one_line(error))
 
 
-def _is_current(actor: ActorHandle, replica: int, node: int) -> bool:
+def _is_current(actor: ActorHandle, name: str) -> bool:
     """Whether no other actor has the name of this one."""
     try:
-        return ray.get_actor(f"sglang_server_{replica}_{node}")._actor_id == actor._actor_id
+        return ray.get_actor(name)._actor_id == actor._actor_id
     except ValueError:
         return True  # dead, and there is no other
 

@@ -68,6 +68,8 @@ class Fleet(CheckpointEngineManager):
 
     def list_dead(self) -> list[RolloutReplica]:
         """Replicas whose engines have died."""
+        if not self._lives:
+            return []
         dead, _ = ray.wait(list(self._lives.values()), num_returns=len(self._lives), timeout=0)
         return [replica for replica in self.replicas if self._lives[replica.replica_rank] in dead]
 

@@ -19,7 +19,8 @@ from sglang_pat.integrations.verl import options
 
 if TYPE_CHECKING:
     from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangReplica
-    from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
+
+    from sglang_pat.integrations.verl.adapter import SurvivingAdapter
 
 STOCK_NAME = "sglang"
 """verl's own name of SGLang: a few of its features ask for exactly this one."""
@@ -63,23 +64,17 @@ def _load(load_stock: Callable[[], Callable[..., SGLangReplica]]) -> Callable[..
     return make
 
 
-def make_checked_adapter(config: Any, *args: Any, **kwargs: Any) -> ServerAdapter:
-    """The client of an engine in each training process; verl's own, if the engine is verl's.  Ours takes whole tensors,
-    and IPC handles by GPU.
+def make_checked_adapter(config: Any, *args: Any, **kwargs: Any) -> SurvivingAdapter:
+    """The client of an engine in each training process.  Ours takes whole tensors, and IPC handles by GPU.
 
     Settings of ours in the configuration are checked here, too: with ``disaggregation`` verl makes replicas of another
     class, which know nothing of them.
     """
-    from verl.utils.config import omega_conf_to_dataclass
-    from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
-
     from sglang_pat.integrations.verl import newer_sglang
+    from sglang_pat.integrations.verl.adapter import SurvivingAdapter
 
     newer_sglang.complete_client()
-    kind = ServerAdapter
-    if options.is_adaptive(omega_conf_to_dataclass(config), False):
-        from sglang_pat.integrations.verl.adapter import SurvivingAdapter as kind
-    adapter = kind(config, *args, **kwargs)
+    adapter = SurvivingAdapter(config, *args, **kwargs)
     own = options.get_own_settings(adapter.config)
     if own is not None and options.STREAM not in own:
         options.check(adapter.config)

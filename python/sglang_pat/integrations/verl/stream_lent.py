@@ -32,6 +32,7 @@ from verl.workers.engine.fsdp import transformer_impl
 
 from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.bell import Bell
+from sglang_pat.integrations.verl.fleet import ask_each
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
 from sglang_pat.integrations.verl.streaming import StreamStep, list_samples, sum_tokens
 from sglang_pat.integrations.verl.tail_batching import ChunkedTailBatchingBuffer
@@ -139,8 +140,8 @@ class LentRanks:
         if not asked:
             return {}
         training = self._describe_training(step, complete, groups, len(engines))
-        moves = ray.get([engines[engine].decide_lending.remote(training) for engine in asked])
-        return dict(zip(asked, moves, strict=True))
+        moves = ask_each([engines[engine] for engine in asked], "decide_lending", training)
+        return {engine: move or Move.NEVER for engine, move in zip(asked, moves, strict=True)}  # the dead lend nothing
 
     def _describe_training(self, step: StreamStep, complete: int, groups: set[str], engines: int) -> Training:
         """The state of training for one engine: it lends for as much of the batch as the others."""
@@ -169,8 +170,8 @@ class LentRanks:
         if lend:
             engines = self._trainer.engines.list_actors()
             with marked_timer("switch_to_trainer", self._trainer.timing_raw, color="cyan"):
-                lent = ray.get([engines[engine].lend_ranks.remote(STRIDE) for engine in lend])
-            self._lent |= dict(zip(lend, lent, strict=True))
+                lent = ask_each([engines[engine] for engine in lend], "lend_ranks", STRIDE)
+            self._lent |= {engine: ranks or [] for engine, ranks in zip(lend, lent, strict=True)}
             self._pace.lend(time.monotonic())
             self.left_at = min(self.left_at or 1.0, completion)
         if back:
@@ -182,7 +183,7 @@ class LentRanks:
         engines, actors = list(engines), self._trainer.engines.list_actors()
         with marked_timer("take_back_ranks", self._trainer.timing_raw, color="cyan"):
             self._trainer.actor_rollout_wg.empty_cache()
-            ray.get([actors[engine].lend_ranks.remote(1) for engine in engines])
+            ask_each([actors[engine] for engine in engines], "lend_ranks", 1)
         self._lent |= {engine: [] for engine in engines}
         if not any(self._lent.values()):
             self._pace.take_back()

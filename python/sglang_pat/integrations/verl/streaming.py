@@ -34,6 +34,7 @@ from verl.utils.py_functional import rename_dict
 
 from sglang_pat.integrations.verl import missing_rewards, options, rewards
 from sglang_pat.integrations.verl.fields import STEPS, expand_runs, was_stopped
+from sglang_pat.integrations.verl.fleet import ask_each
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
 from sglang_pat.integrations.verl.tail_batching import ChunkedTailBatchingBuffer, NoResponseError
 from sglang_pat.integrations.verl.trainers import AdaptiveTrainer, report_degrees
@@ -292,8 +293,10 @@ class TrainerGpus:
         """Whether the GPUs may leave the round now, with these groups complete."""
         trainer = self._trainer
         rollout, batch = trainer.config.actor_rollout_ref.rollout, trainer.config.data.train_batch_size
-        staying, leaving = (ray.get([actor.load.remote() for actor in manager.server_handles])
-                            for manager in (trainer.standalone_server_manager, trainer.llm_server_manager))  # fmt: skip
+        staying, leaving = (
+            [report for report in ask_each(manager.server_handles, "load") if report is not None]
+            for manager in (trainer.standalone_server_manager, trainer.llm_server_manager)
+        )
         running, waiting, tokens = (
             sum(getattr(report, name) for report in staying + leaving) for name in ("running", "waiting", "tokens")
         )
