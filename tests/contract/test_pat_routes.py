@@ -115,6 +115,7 @@ def test_a_round_is_begun_with_what_can_be(app, monkeypatch, body, line):
     config = AdaptiveConfig(base=ParallelLayout(1, 2))
     manager.server_args = SimpleNamespace(spec=SimpleNamespace(config=config), enable_return_routed_experts=True)
     manager.auto_create_handle_loop = lambda: None
+    manager.pat_get_weight_version = lambda: "step-3"
     manager.pat_weight_updates, manager.context_len, manager.max_req_input_len, manager.tokenizer = 3, 100, 90, None
     manager.model_config = SimpleNamespace(hf_eos_token_id={2})
     manager.send_to_scheduler = SimpleNamespace(send_pyobj=sent.append)
@@ -123,7 +124,7 @@ def test_a_round_is_begun_with_what_can_be(app, monkeypatch, body, line):
     answer = caller.post("/pat/round", json=body)
     if line is None:
         about = {"weight_updates": 3, "room": 90, "stop_token_ids": [2], "routed_experts": True}
-        assert answer.json() == about
+        assert answer.json() == about | {"weight_version": "step-3"}
         assert sent == [BeginRound(**{"lease_seconds": 600.0} | body)]
         assert caller.delete("/pat/round", params={"name": "mine"}).status_code == 200
         assert sent[1:] == [EndRound(name="mine")]

@@ -18,14 +18,10 @@ from msgspec.structs import replace
 from sglang_pat.messages import BeginRound
 from sglang_pat.rollout.http import EngineLost, HttpBackend, Weights, decode_tokens
 from sglang_pat.rollout.records import Output
-from sglang_pat.rollout.requests import WHOLE_ONLY, is_set, leave_room
+from sglang_pat.rollout.requests import FIRST_LIVES, LIVES, WHOLE_ONLY, is_set, leave_room
 
 logger = logging.getLogger(__name__)
 
-LIVES = 4
-"""Number of servers that may be lost while they have one sample: it may be what they die of."""
-FIRST_LIVES = 2
-"""Number of those that may be lost before they give its first token: most that kills does so at once."""
 PART_TOKENS = 2048
 """Tokens after which a server sends what it has of a response: so many are generated again if it is lost."""
 LOOK_SECONDS = 5.0
@@ -133,6 +129,8 @@ class FleetBackend:
                     lost, at_once = lost + 1, at_once + (not error.output.token_ids)
                     if goes_on:
                         output = output.concatenate(error.output)
+                    if output.finish_reason:
+                        break  # its last token was there, and the end was not said
                     if lost == LIVES or at_once == FIRST_LIVES:
                         raise ConnectionError(
                             f"{lost} servers were lost while they had sample {rid}, {at_once} of them before its first "

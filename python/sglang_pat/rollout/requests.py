@@ -23,6 +23,11 @@ IN_VAIN = 16
 no bound."""
 
 
+LIVES = 4
+"""Number of engines that may die while they have one request: it may be what they die of."""
+FIRST_LIVES = 2
+"""Number of those that may die before they give its first token: most that kills does so at once."""
+
 WHOLE_ONLY = (
     "stop", "stop_regex", "regex", "json_schema", "ebnf", "structural_tag", "frequency_penalty", "presence_penalty",
     "repetition_penalty",

@@ -17,13 +17,9 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import TokenOutput
 
 from sglang_pat.integrations.verl.fields import DEGREES, MOVES, STEPS, STOPS, StopReasons, Turns, join_spans
+from sglang_pat.rollout.requests import FIRST_LIVES, LIVES
 
 logger = logging.getLogger(__name__)
-
-LIVES = 4
-"""Number of engines that may die while they have one request: it may be what they die of."""
-FIRST_LIVES = 2
-"""Number of those that may die before they give its first token: most that kills does so at once."""
 
 _Kind = TypeVar("_Kind", Turns, StopReasons)
 
