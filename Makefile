@@ -38,7 +38,7 @@ export PYTHONUNBUFFERED := 1
 
 # No environment is thrown away because another one was made of it.
 .SECONDARY:
-.PHONY: setup check test unit test-integration test-peers soak demo bench gpu lint types docs clean distclean
+.PHONY: setup check test unit test-integration test-peers soak soak-fleet demo bench gpu lint types docs clean distclean
 
 setup: $(RUN)/.sglang_pat_setup
 
@@ -93,6 +93,12 @@ test-integration: $(INTEGRATION)/.sglang_pat_setup
 	$(PYTHON) -m venv $(@D)
 	(.venv-$*/bin/python $(PRINT_PATH); .venv-integration/bin/python $(PRINT_PATH); $(ADD_VENV)) > $(BELOW)
 	touch $@
+
+# Engines of verl jobs are killed in every step, a hundred of them at drawn moments: an hour and a half.  SHORT=1: what
+# CI runs of it, as part of test-integration.
+soak-fleet: $(INTEGRATION)/.sglang_pat_setup
+	$(INTEGRATION)/bin/python -m pytest tests/integration/test_verl_deaths.py -s \
+		-m $(if $(SHORT),"not long and not soak","soak or not soak") $(PYTEST_ARGS)
 
 # SGLang's own tests on an engine that switches, from a checkout of its source at the version in use; half an hour and more.
 test-peers: $(INTEGRATION)/.sglang_pat_setup
