@@ -3,6 +3,7 @@ engine has the place of the dead one in the next."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 
@@ -10,6 +11,7 @@ import pytest
 
 from . import jobs, verl_routers
 from .jobs import SWITCHING
+from .test_verl import GREEDY
 
 pytestmark = pytest.mark.integration
 
@@ -31,13 +33,15 @@ MODES = {
 """First engine, and options, by trainer mode."""
 
 
-def run(verl_job, tmp_path, monkeypatch, kills: str, mode: str = "sync") -> jobs.Job:
+def run(verl_job, tmp_path, monkeypatch, kills: str, mode: str = "sync", more: tuple[str, ...] = ()) -> jobs.Job:
     """A job with two engines, of which one dies in each step after the first; checked for what holds in every mode."""
     first, options = MODES[mode]
     kills = kills.format(first, first + 1)
     two = verl_routers.arguments(verl_routers.Killing, tmp_path, monkeypatch, kills)
     steps = len(kills.split()) + 1
-    job = verl_job(*two, *SWITCHING, "--steps", str(steps), f"trainer.v1.trainer_mode=sglang_pat_{mode}", *options)
+    job = verl_job(
+        *two, *SWITCHING, "--steps", str(steps), f"trainer.v1.trainer_mode=sglang_pat_{mode}", *options, *more
+    )
     assert len(job.steps) == steps, job.tail
     seconds = zip(job.series("timing_s/update_weights"), job.series("rollout/engine_start_seconds"), strict=True)
     assert max(update - start for update, start in seconds) < 5, "no call to a dead engine is tried for long"
@@ -67,6 +71,24 @@ def test_engines_die_in_all_modes(verl_job, tmp_path, monkeypatch, mode):
     assert sum(job.series("rollout/engine_deaths")) >= 4, job.tail
     if mode == "sync":
         check_sync(job)
+
+
+def read_answers(job: jobs.Job) -> dict[tuple[int, str], str]:
+    """Answers by step and prompt."""
+    lines = [line for path in (job.out / "rollouts").glob("*.jsonl") for line in path.read_text().splitlines()]
+    return {(row["step"], row["input"]): row["output"] for row in map(json.loads, lines)}
+
+
+@pytest.mark.long
+def test_greedy_answers_are_those_of_an_undisturbed_job(verl_job, tmp_path, monkeypatch):
+    """The weights stay as they are, or rounding would grow from step to step."""
+    common = (*GREEDY, "--lr", "0", "+trainer.rollout_data_dir={out}/rollouts")
+    disturbed = run(verl_job, tmp_path, monkeypatch, KILLS, more=common)
+    mode = "trainer.v1.trainer_mode=sglang_pat_sync"
+    undisturbed = verl_job(*SWITCHING, "--steps", str(len(disturbed.steps)), mode, *common)
+    assert min(disturbed.series("rollout/engine_deaths")[1:]) == 1
+    assert len(read_answers(disturbed)) == 16 * len(disturbed.steps)
+    assert read_answers(disturbed) == read_answers(undisturbed)
 
 
 STEPS = int(os.environ.get("SGLANG_PAT_DEATHS", 100)) + 1

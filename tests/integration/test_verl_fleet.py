@@ -235,6 +235,14 @@ async def _update(one: MadeFleet) -> Any:
     return await one.update_weights(5)
 
 
+def test_a_batch_is_not_trained_that_lost_its_last_engine(made):
+    one, other = made(True, {0, 1}), made(True, {0})
+    fleet.check_some_live([])
+    fleet.check_some_live([one, other])
+    with pytest.raises(RuntimeError, match="no engine is left: all have died in this step"):
+        fleet.check_some_live([one])
+
+
 def test_a_dead_engine_is_passed_over_where_all_are_asked(made):
     one = made(True, {0})
 

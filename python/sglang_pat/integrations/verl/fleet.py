@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
@@ -72,6 +72,10 @@ class Fleet(CheckpointEngineManager):
             return []
         dead, _ = ray.wait(list(self._lives.values()), num_returns=len(self._lives), timeout=0)
         return [replica for replica in self.replicas if self._lives[replica.replica_rank] in dead]
+
+    def count_living(self) -> int:
+        """Number of engines that have not died."""
+        return len(self.replicas) - len(self.list_dead())
 
     def take_metrics(self) -> dict[str, float]:
         """Engines that have died since the last call, and seconds that it took to start others."""
@@ -160,6 +164,15 @@ class Fleet(CheckpointEngineManager):
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, RayActorError):
                 raise result
+
+
+def check_some_live(fleets: Sequence[Fleet]) -> None:
+    """Raise RuntimeError if all engines have died: verl would train on what had ended before, without what was left."""
+    if fleets and not any(fleet.count_living() for fleet in fleets):
+        raise RuntimeError(
+            "no engine is left: all have died in this step, and some of its responses are missing; their lines in the "
+            "log, or in Ray's logs of their actors, say why.  The job may go on from its last checkpoint"
+        )
 
 
 async def _free_names(replica: RolloutReplica) -> None:

@@ -34,7 +34,7 @@ from verl.utils.py_functional import rename_dict
 
 from sglang_pat.integrations.verl import missing_rewards, options, rewards
 from sglang_pat.integrations.verl.fields import STEPS, expand_runs, was_stopped
-from sglang_pat.integrations.verl.fleet import ask_each
+from sglang_pat.integrations.verl.fleet import ask_each, check_some_live
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
 from sglang_pat.integrations.verl.tail_batching import ChunkedTailBatchingBuffer, NoResponseError
 from sglang_pat.integrations.verl.trainers import AdaptiveTrainer, report_degrees
@@ -196,6 +196,7 @@ class StreamStep:
             )
         _accumulate_eviction_metrics(self._evicted, evicted, 0)
         batch.extra_info["temperature"] = config.actor_rollout_ref.rollout.temperature
+        check_some_live(trainer.fleets)
         check_samples(batch, trainer.global_steps - 1)
         if rewards.is_used(config):
             batch = missing_rewards.leave_out(batch, metrics, trainer.tokenizer.eos_token_id)

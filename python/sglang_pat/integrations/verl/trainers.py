@@ -10,6 +10,7 @@ verl's own modes run as they are, but for :class:`CheckedTrainer`, whose classes
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from sglang_pat import figures
 from sglang_pat.integrations.verl import missing_rewards, options, rewards
 from sglang_pat.integrations.verl.client import AdaptiveAsyncClient, AdaptiveClient
 from sglang_pat.integrations.verl.fields import DEGREES, MOVES, expand_runs
-from sglang_pat.integrations.verl.fleet import Fleet, ask_each
+from sglang_pat.integrations.verl.fleet import Fleet, ask_each, check_some_live
 from sglang_pat.integrations.verl.options import PREFIX
 from sglang_pat.integrations.verl.reward_ledger import TrainerLedger
 from sglang_pat.integrations.verl.tail_batching import TailBatching
@@ -67,10 +68,10 @@ class CheckedTrainer(PPOTrainer):
     """
 
     mode: str
+    fleets: Sequence[Fleet] = ()
 
     def __init__(self, config: DictConfig) -> None:
         rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-        self.fleets: list[Fleet] = []
         self.is_adaptive = options.is_adaptive(rollout, helper=False)
         if self.is_adaptive:
             options.check(rollout, rollout.n_gpus_per_node, config.actor_rollout_ref.model)
@@ -97,7 +98,7 @@ class CheckedTrainer(PPOTrainer):
                 joins = manager != "checkpoint_manager" or self.mode != "separate_async"
                 fleet = Fleet(getattr(self, manager), getattr(self, servers), joins)
                 setattr(self, manager, fleet)
-                self.fleets.append(fleet)
+                self.fleets = [*self.fleets, fleet]
 
     def get_llm_client(self) -> LLMServerClient:
         if not self.is_adaptive:
@@ -115,6 +116,7 @@ class CheckedTrainer(PPOTrainer):
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], **named: Any) -> KVBatchMeta:
         """Balance what verl's step has sampled, without samples whose reward is missing."""
+        check_some_live(self.fleets)
         if rewards.is_used(self.config):
             batch = missing_rewards.leave_out(batch, metrics, self.tokenizer.eos_token_id)
             missing_rewards.check_some_left([batch])
