@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from statistics import median
 
 import pytest
 
@@ -43,8 +44,7 @@ def run(verl_job, tmp_path, monkeypatch, kills: str, mode: str = "sync", more: t
         *two, *SWITCHING, "--steps", str(steps), f"trainer.v1.trainer_mode=sglang_pat_{mode}", *options, *more
     )
     assert len(job.steps) == steps, job.tail
-    seconds = zip(job.series("timing_s/update_weights"), job.series("rollout/engine_start_seconds"), strict=True)
-    assert max(update - start for update, start in seconds) < 5, "no call to a dead engine is tried for long"
+    assert "Failed to complete async request" not in job.log, "verl's client tries for long to reach a dead engine"
     assert jobs.nothing_left("VERL_FILE_LOGGER_PATH", str(job.out / "metrics.jsonl"))
     return job
 
@@ -113,9 +113,12 @@ def test_engines_die_at_drawn_moments(verl_job, tmp_path, monkeypatch, seed):
     print(kills)
     job = run(verl_job, tmp_path, monkeypatch, kills)
     check_sync(job)
-    names = ("engine_deaths", "moved_requests", "tokens_of_dead_engines", "engine_start_seconds")
-    deaths, moved, tokens, seconds = (sum(job.series(f"rollout/{name}")) for name in names)
+    names = ("engine_deaths", "moved_requests", "tokens_of_dead_engines")
+    deaths, moved, tokens = (sum(job.series(f"rollout/{name}")) for name in names)
+    starts, updates = job.series("rollout/engine_start_seconds"), job.series("timing_s/update_weights")
+    late = [update - start for update, start in zip(updates, starts, strict=True)]
     print(
-        f"{deaths:.0f} deaths, {moved:.0f} requests moved, with {tokens:.0f} tokens, {seconds / deaths:.1f} s a start"
+        f"{deaths:.0f} deaths, {moved:.0f} requests moved, with {tokens:.0f} tokens; a start takes {median(starts):.1f}"
     )
+    print(f"({max(starts):.1f}) s, the rest of an update {median(late):.1f} ({max(late):.1f}); in brackets the longest")
     assert deaths >= 0.9 * (STEPS - 1), "a switch may not come any more after its fault was armed"
