@@ -218,6 +218,20 @@ def test_what_died_is_started_anew_and_joins_with_the_weights(made, joins):
     assert one.take_metrics()["rollout/engine_deaths"] == 1 and one.take_metrics()["rollout/engine_deaths"] == 0
 
 
+def test_several_engines_are_started_at_the_same_time(made, monkeypatch):
+    one, under_way = made(True, {0, 1}, set()), []
+
+    async def launch_servers(self) -> None:
+        under_way.append(self.replica_rank)
+        while len(under_way) < 2:
+            await asyncio.sleep(0)
+        self.server_handle, self.server_address = f"new {self.replica_rank}", f"address {self.replica_rank}"
+
+    monkeypatch.setattr(Replica, "launch_servers", launch_servers)
+    asyncio.run(asyncio.wait_for(_update(one), 10))
+    assert one._servers.server_handles == ["new 0", "new 1"] and one.take_metrics()["rollout/engine_deaths"] == 2
+
+
 def test_an_engine_that_dies_in_the_update_is_sent_the_weights_again(made):
     one = made(True, set(), {1}, set())
     assert asyncio.run(_update(one)) == {"sent": 2} and one.replicas[1].starts == 1

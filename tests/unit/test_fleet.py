@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from sglang_pat.messages import GENERATED_PARAM
-from sglang_pat.rollout import fleet
+from sglang_pat.rollout import fleet, http
 from sglang_pat.rollout.client import RolloutClient
 from sglang_pat.rollout.http import Weights
 
@@ -128,6 +128,23 @@ def test_a_sample_that_kills_is_not_tried_on_a_third_server():
     with pytest.raises(ConnectionError, match="2 servers were lost while they had .*, 2 of them before its first"):
         play(servers, admitter(9, num_prompts=1, eta_prompts=1))
     assert sum(server.is_dead for server in servers) == 2
+
+
+@pytest.mark.parametrize("had", [False, True], ids=["it waited here", "the server had it"])
+def test_a_server_that_had_not_got_a_sample_did_not_die_of_it(had):
+    async def run() -> None:
+        server = PlayedServer()
+        async with serve(server) as url, RolloutClient(url)._connect() as backend:
+            work = asyncio.ensure_future(backend.generate("r-0-0-0-0", {"input_ids": [0]}, {"max_new_tokens": 5}))
+            await asyncio.sleep(0)
+            while had and not server.running:
+                await asyncio.sleep(0.001)
+            backend.lose(ConnectionError("gone"))
+            with pytest.raises(http.EngineLost, match="gone") as caught:
+                await work
+            assert caught.value.had == had
+
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 def test_a_server_answers_again(monkeypatch, caplog):

@@ -126,7 +126,7 @@ class FleetBackend:
                 except EngineLost as error:
                     self._at[rid] = None
                     self._lose(server, backend, error)
-                    lost, at_once = lost + 1, at_once + (not error.output.token_ids)
+                    lost, at_once = lost + error.had, at_once + (error.had and not error.output.token_ids)
                     if goes_on:
                         output = output.concatenate(error.output)
                     if output.finish_reason:

@@ -40,11 +40,11 @@ LOST_SECONDS = 120.0
 
 
 class EngineLost(ConnectionError):
-    """A server is gone, or does not answer; ``output``: what it had sent of the sample."""
+    """A server is gone, or does not answer; ``had``: whether it had the sample; ``output``: what it had sent of it."""
 
-    def __init__(self, message: str, output: Output) -> None:
+    def __init__(self, message: str, had: bool, output: Output) -> None:
         super().__init__(message)
-        self.output = output
+        self.had, self.output = had, output
 
 
 class Weights(NamedTuple):
@@ -241,8 +241,8 @@ class HttpBackend:
             raise self._make_gone_error(error) from None
 
     def _make_lost_error(self, call: _SampleCall, message: str) -> EngineLost:
-        so_far = call.so_far
-        return EngineLost(message, Output() if so_far is None else make_output(so_far, call.params, self._stop_tokens))
+        known = make_output(call.so_far, call.params, self._stop_tokens) if call.so_far is not None else Output()
+        return EngineLost(message, call.sent, known)
 
     def _make_gone_error(self, error: Exception) -> ConnectionError:
         return ConnectionError(f"{self._url} is gone, or cannot be reached: {error or type(error).__name__}")

@@ -91,8 +91,11 @@ class Fleet(CheckpointEngineManager):
             RuntimeError: an engine could not be started, or engines die again and again; one line.
         """
         for _ in range(MOST_STARTS):
-            for replica in self.list_dead():
-                await self._restart(replica)
+            if dead := self.list_dead():
+                begun = time.monotonic()
+                await asyncio.gather(*map(self._restart, dead))
+                self._deaths += len(dead)
+                self._start_seconds += time.monotonic() - begun
             metrics = await super().update_weights(global_steps)
             if not self.list_dead():
                 await self._join()
@@ -122,9 +125,9 @@ class Fleet(CheckpointEngineManager):
         self._servers.server_handles[place] = replica.server_handle
         self._servers.server_addresses[place] = replica.server_address
         self._new.append(replica)
-        seconds = time.monotonic() - begun
-        self._deaths, self._start_seconds = self._deaths + 1, self._start_seconds + seconds
-        job_log.warning("engine %d was started anew in %.1f s; it gets the present weights", number, seconds)
+        job_log.warning(
+            "engine %d was started anew in %.1f s; it gets the present weights", number, time.monotonic() - begun
+        )
 
     async def _join(self) -> None:
         """Give new engines requests, from now on."""
