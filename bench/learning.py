@@ -131,7 +131,7 @@ def main() -> int:
         results = run(("plain", "all"), args.seeds[:1], args.out / "quick", QUICK)
     else:
         results = run(args.ways, args.seeds, args.out, ())
-        draw(PICTURE, results)
+        draw(PICTURE if args.ways == list(RULES) else args.out / PICTURE.name, results)
     show(Console(width=170), results)
     runs = {way: {seed: msgspec.to_builtins(one) for seed, one in of.items()} for way, of in results.items()}
     _bench.write(args.json, machine=machine, runs=runs)

@@ -142,7 +142,7 @@ def test_no_engine_is_left():
     "params", [{"stop": ["x"]}, {"repetition_penalty": 1.2}, {"frequency_penalty": 0.1}, {"json_schema": "{}"}]
 )
 def test_no_parts_of_what_looks_back_at_the_whole_response(params):
-    assert any(replica.is_set(params, name) for name in replica.WHOLE_ONLY)
+    assert replica.find_whole_only(params)
 
 
 class Replica:

@@ -16,9 +16,16 @@ from typing import Any
 from msgspec.structs import replace
 
 from sglang_pat.messages import BeginRound
-from sglang_pat.rollout.http import EngineLost, HttpBackend, Weights, decode_tokens
+from sglang_pat.rollout.http import EngineLost, HttpBackend, Weights
 from sglang_pat.rollout.records import Output
-from sglang_pat.rollout.requests import FIRST_LIVES, LIVES, WHOLE_ONLY, is_set, leave_room
+from sglang_pat.rollout.requests import (
+    FIRST_LIVES,
+    LIVES,
+    decode_tokens,
+    extend_prompt,
+    find_whole_only,
+    leave_room,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +67,8 @@ class FleetBackend:
         self._weights: Weights | None = None
         self._updates = 0
         self._looking: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        """Ends of lost backends."""
         self._why: dict[str, str] = {}
         """What was wrong with each server that was lost."""
 
@@ -107,7 +116,7 @@ class FleetBackend:
             ConnectionError: no server is left, or server after server is lost with this sample.
         """
         output, lost, at_once = Output(), 0, 0
-        goes_on = "input_ids" in prompt and not any(is_set(params, name) for name in WHOLE_ONLY)
+        goes_on = "input_ids" in prompt and not find_whole_only(params)
         try:
             while rid not in self._stopped:
                 server = self._choose(rid)
@@ -118,7 +127,7 @@ class FleetBackend:
                 try:
                     more = await backend.generate(
                         rid,
-                        {**prompt, "input_ids": [*prompt["input_ids"], *output.token_ids]} if known else prompt,
+                        extend_prompt(prompt, output if known else None),
                         leave_room(params, known) if known else params,
                     )
                     output = output.concatenate(more)
@@ -155,7 +164,8 @@ class FleetBackend:
         """End all tasks of the backend."""
         if self._looking is not None:
             self._looking.cancel()
-        await asyncio.gather(*(server.backend.close() for server in self._servers if server.backend is not None))
+        ends = [server.backend.close() for server in self._servers if server.backend is not None]
+        await asyncio.gather(*ends, *self._closing)
 
     # -- inside ----------------------------------------------------------------------------------------
 
@@ -203,7 +213,9 @@ class FleetBackend:
         self._updates += backend.count_updates() - server.updates
         server.backend = None
         backend.lose(error)
-        asyncio.ensure_future(backend.close())
+        end = asyncio.ensure_future(backend.close())
+        self._closing.add(end)
+        end.add_done_callback(self._closing.discard)
 
     def _list_lost(self) -> str:
         return "; ".join(self._why[server.url] for server in self._servers if server.backend is None)

@@ -13,7 +13,7 @@ import msgspec
 
 from sglang_pat.messages import BeginRound
 from sglang_pat.rollout.records import Output
-from sglang_pat.rollout.requests import make_output, name_round
+from sglang_pat.rollout.requests import decode_tokens, make_output, name_round
 
 logger = logging.getLogger(__name__)
 
@@ -283,11 +283,6 @@ class HttpBackend:
         if answer.status != 200:
             raise ValueError(format_refusal(self._url, answer.status, content))
         return msgspec.json.decode(content) if content else None
-
-
-def decode_tokens(tokenizer: Any, token_ids: list[int]) -> str:
-    """Text of a response that came in pieces; empty without a tokenizer."""
-    return tokenizer.decode(token_ids, skip_special_tokens=True) if tokenizer is not None else ""
 
 
 def count_connections() -> int:

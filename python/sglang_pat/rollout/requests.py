@@ -35,9 +35,10 @@ WHOLE_ONLY = (
 """Parameters that look back at the whole response, which after an interruption the engine takes for prompt."""
 
 
-def is_set(params: Mapping[str, Any], name: str) -> bool:
-    """Whether one of :data:`WHOLE_ONLY` is given, and does anything."""
-    return bool(params.get(name)) and (name, params[name]) != ("repetition_penalty", 1)
+def find_whole_only(params: Mapping[str, Any]) -> str | None:
+    """The first of :data:`WHOLE_ONLY` that is given, and does anything; None: the response may come in pieces."""
+    given = (name for name in WHOLE_ONLY if params.get(name))
+    return next((name for name in given if (name, params[name]) != ("repetition_penalty", 1)), None)
 
 
 class Backend(Protocol):
@@ -89,9 +90,8 @@ def check_params(given: dict[str, Any], mode: str) -> dict[str, Any]:
         if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
             more = "" if least is None else f", at least {least}"
             raise ValueError(f"sampling_params.{name} is {value!r}, must be a whole number{more}")
-    for name in WHOLE_ONLY if mode == "partial" else ():
-        if is_set(params, name):
-            raise ValueError(f"sampling_params.{name}: not in partial, where responses come in pieces; leave it out")
+    if mode == "partial" and (name := find_whole_only(params)):
+        raise ValueError(f"sampling_params.{name}: not in partial, where responses come in pieces; leave it out")
     return params
 
 
@@ -214,8 +214,13 @@ def name_round(params: dict[str, Any], name: str) -> dict[str, Any]:
     return params | {"custom_params": {**(params.get("custom_params") or {}), ROUND_PARAM: name}}
 
 
+def decode_tokens(tokenizer: Any, token_ids: list[int]) -> str:
+    """Text of a response that came in pieces; empty without a tokenizer."""
+    return tokenizer.decode(token_ids, skip_special_tokens=True) if tokenizer is not None else ""
+
+
 def extend_prompt(prompt: dict[str, Any], prefix: Output | None) -> dict[str, Any]:
     """The prompt and what was generated after it."""
     if prefix is None:
         return prompt
-    return {"input_ids": [*prompt["input_ids"], *prefix.token_ids]}
+    return {**prompt, "input_ids": [*prompt["input_ids"], *prefix.token_ids]}

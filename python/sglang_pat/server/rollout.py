@@ -9,7 +9,7 @@ from typing import Any
 from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.rollout.loop import EngineLoop
 from sglang_pat.rollout.records import Output
-from sglang_pat.rollout.requests import make_output, name_round
+from sglang_pat.rollout.requests import decode_tokens, make_output, name_round
 from sglang_pat.rollout.rounds import RolloutCalls, RolloutRound
 
 
@@ -66,8 +66,7 @@ class ManagerBackend:
         self._manager.abort_request(rid)
 
     def decode_tokens(self, token_ids: list[int]) -> str:
-        tokenizer = self._manager.tokenizer
-        return tokenizer.decode(token_ids, skip_special_tokens=True) if tokenizer is not None else ""
+        return decode_tokens(self._manager.tokenizer, token_ids)
 
     def get_token_limit(self) -> int:
         return get_token_limit(self._manager)

@@ -25,9 +25,6 @@ _Kind = TypeVar("_Kind", Turns, StopReasons)
 
 _parts: ContextVar[list[TokenOutput]] = ContextVar("parts")
 
-_used: ContextVar[str] = ContextVar("used")
-"""Name of the engine that a request was last sent to."""
-
 _mourned: set[str] = set()
 """Names of the engines of whose death it was told in this process's log."""
 
@@ -38,19 +35,19 @@ _sessions: WeakValueDictionary[tuple[str, str], Turns | StopReasons] = WeakValue
 
 
 class _EngineDied(Exception):
-    """An engine has died; ``sent``: what it had sent of the response."""
+    """The engine ``name`` has died; ``sent``: what it had sent of the response."""
 
-    def __init__(self, sent: TokenOutput) -> None:
+    def __init__(self, name: str, sent: TokenOutput) -> None:
         super().__init__()
-        self.sent = sent
+        self.name, self.sent = name, sent
 
 
 class _Engine:
     """An engine as verl's client calls it: ``await engine.generate.remote(…)``.  A response comes in parts, which are
     here when the engine dies."""
 
-    def __init__(self, actor: ActorHandle) -> None:
-        self._actor = actor
+    def __init__(self, name: str, actor: ActorHandle) -> None:
+        self._name, self._actor = name, actor
         self.generate = SimpleNamespace(remote=self._generate)
 
     async def _generate(self, **request: Any) -> TokenOutput:
@@ -63,7 +60,7 @@ class _Engine:
             if parts:  # the last one's fields are about all tokens
                 sent.log_probs = [logprob for part in parts for logprob in part.log_probs or ()]
                 sent.extra_fields = parts[-1].extra_fields
-            raise _EngineDied(sent) from None
+            raise _EngineDied(self._name, sent) from None
         return parts[-1]
 
 
@@ -72,8 +69,7 @@ class SurvivingClient(LLMServerClient):
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
         name, actor = await super()._acquire_server(request_id, **extra)
-        _used.set(name)
-        return name, _Engine(actor) if hasattr(actor, "generate_parts") else actor
+        return name, _Engine(name, actor) if hasattr(actor, "generate_parts") else actor
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **named: Any
@@ -95,7 +91,7 @@ class SurvivingClient(LLMServerClient):
                 return _join(parts, output) if parts else output
             except _EngineDied as death:
                 parts.append(death.sent)
-                died.append(_used.get())
+                died.append(death.name)
             except RuntimeError as error:
                 if not died or "No available servers" not in str(error):
                     raise

@@ -23,7 +23,7 @@ from sglang_pat.integrations.verl import newer_sglang, options
 from sglang_pat.integrations.verl.fields import DEGREES, STEPS, STOPPED, STOPS
 from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.policies.lending import Move, Training
-from sglang_pat.rollout.requests import WHOLE_ONLY, is_set
+from sglang_pat.rollout.requests import find_whole_only
 from sglang_pat.server.attach import attach
 from stream_layers import STREAM_VARIABLE
 from stream_layers.attach import attach as attach_layers
@@ -99,7 +99,7 @@ class AdaptiveServer(SGLangHttpServer):
         There are no parts of a response that could not go on elsewhere from its tokens.
         """
         queue: asyncio.Queue[TokenOutput | None] = asyncio.Queue()
-        if not self._routed and not any(is_set(request["sampling_params"], name) for name in WHOLE_ONLY):
+        if not self._routed and not find_whole_only(request["sampling_params"]):
             _parts.set(queue.put_nowait)
         answer = asyncio.ensure_future(self.generate(**request))
         answer.add_done_callback(lambda _: queue.put_nowait(None))
