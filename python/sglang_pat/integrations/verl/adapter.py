@@ -7,7 +7,6 @@ import logging
 from collections.abc import Generator
 from typing import Any
 
-import ray
 import torch
 from aiohttp import ClientResponseError
 from ray.actor import ActorHandle
@@ -15,6 +14,7 @@ from ray.exceptions import RayActorError
 from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
 from sglang_pat.errors import format_one_line
+from sglang_pat.integrations.verl.actors import find_actor, name_server
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +27,10 @@ class SurvivingAdapter(ServerAdapter):
     weights together, whoever gets them.  The next update finds the engine that was started in its place."""
 
     async def _init_server_adapter(self) -> None:
-        name = f"sglang_server_{self.replica_rank}_{self.node_rank}"
-        if isinstance(self._engine, _Surviving) and not _is_current(self.server_actor, name):
-            self._engine = None
+        if isinstance(self._engine, _Surviving):
+            current = find_actor(name_server(self.replica_rank, self.node_rank))
+            if current is not None and current != self.server_actor:
+                self._engine = None
         await super()._init_server_adapter()
         if self._engine is not None and not isinstance(self._engine, _Surviving) and hasattr(self.server_actor, "live"):
             self._engine = _Surviving(self._engine, self.server_actor)
@@ -41,14 +42,6 @@ class SurvivingAdapter(ServerAdapter):
             await super().update_weights(weights, *args, **named)
         except RayActorError as error:  # the last thing, when all weights are out
             logger.warning("an engine died in an update of its weights: %s", format_one_line(error))
-
-
-def _is_current(actor: ActorHandle, name: str) -> bool:
-    """Whether no other actor has the name of this one."""
-    try:
-        return ray.get_actor(name)._actor_id == actor._actor_id
-    except ValueError:
-        return True  # dead, and there is no other
 
 
 class _Surviving:

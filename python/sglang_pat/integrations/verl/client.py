@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from sglang_pat.integrations.verl.fields import DEGREES, MOVES, STEPS, STOPS, StopReasons, Turns, join_spans
+from sglang_pat.integrations.verl.fields import DEGREES, MOVES, STEPS, STOPS, Runs, StopReasons, Turns, join_spans
 from sglang_pat.rollout.requests import FIRST_LIVES, LIVES
 
 logger = logging.getLogger(__name__)
@@ -129,9 +129,18 @@ def _join(parts: Sequence[TokenOutput], last: TokenOutput) -> TokenOutput:
     joined.token_ids = [token for part in every for token in part.token_ids]
     if last.log_probs is not None:
         joined.log_probs = [logprob for part in every for logprob in part.log_probs or ()]
-    fields = {name: join_spans((len(p.token_ids), p.extra_fields.get(name, ())) for p in every) for name in _RUNS}
-    joined.extra_fields = last.extra_fields | fields | {MOVES: list(accumulate(len(part.token_ids) for part in parts))}
+    joined.extra_fields = (
+        last.extra_fields | _join_runs(every) | {MOVES: list(accumulate(len(part.token_ids) for part in parts))}
+    )
     return joined
+
+
+def _join_runs(parts: Sequence[TokenOutput]) -> dict[str, Runs]:
+    """The fields that are runs, of a response in parts; a part without them has no tokens, or is of another engine."""
+    return {
+        name: join_spans((len(part.token_ids), part.extra_fields[name]) for part in parts if name in part.extra_fields)
+        for name in _RUNS
+    }
 
 
 class AdaptiveClient(SurvivingClient):
@@ -175,10 +184,7 @@ class _JoiningClient(FullyAsyncLLMServerClient, _PartClient):
         parts: list[TokenOutput] = []
         _parts.set(parts)
         output = await super().generate(*args, **kwargs)
-        for name in _RUNS:
-            output.extra_fields[name] = join_spans(
-                (len(part.token_ids), part.extra_fields[name]) for part in parts if name in part.extra_fields
-            )
+        output.extra_fields |= _join_runs(parts)
         begins = accumulate((len(part.token_ids) for part in parts), initial=0)
         moves = [
             begin + at for begin, part in zip(begins, parts, strict=False) for at in part.extra_fields.get(MOVES, ())

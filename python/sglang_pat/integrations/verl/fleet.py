@@ -2,8 +2,8 @@
 
 1. A client's request fails.  It takes the engine out of the balancer, and the request goes on elsewhere
    (:class:`~.client.SurvivingClient`).
-2. The trainer passes the engine over, where it asks all of something (:func:`ask_each`), and so do its ranks, where
-   they send weights (``adapter.py``).
+2. The trainer passes the engine over, where it asks all of something (:func:`~.actors.ask_each`), and so do its ranks,
+   where they send weights (``adapter.py``).
 3. Before weights are sent, a new engine is started, in the place and under the name of the dead one.
 4. It gets the weights with all others, and only then requests.
 """
@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.utils.ray_utils import auto_await
@@ -25,23 +24,12 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from sglang_pat.errors import format_one_line
 from sglang_pat.figures import job_log
+from sglang_pat.integrations.verl.actors import find_actor, name_server
 
 MOST_STARTS = 3
 """Number of times that engines are started anew for one update of the weights."""
 NAME_SECONDS = 30.0
 """Longest wait until Ray gives the name of a dead actor away again."""
-
-
-def ask_each(actors: Iterable[ActorHandle], method: str, *args: Any) -> list[Any]:
-    """What each actor answers to ``method``; None: it is dead, or died meanwhile."""
-    calls = [getattr(actor, method).remote(*args) for actor in actors]
-    answers: list[Any] = []
-    for call in calls:
-        try:
-            answers.append(ray.get(call))
-        except RayActorError:
-            answers.append(None)
-    return answers
 
 
 class Fleet(CheckpointEngineManager):
@@ -180,17 +168,9 @@ def check_some_live(fleets: Sequence[Fleet]) -> None:
 
 async def _free_names(replica: RolloutReplica) -> None:
     """Have Ray forget the names of a replica's dead actors: it would refuse new ones of the same names."""
-    names = [f"sglang_server_{replica.replica_rank}_{node}{replica.name_suffix}" for node in range(replica.nnodes)]
+    names = [name_server(replica.replica_rank, node, replica.name_suffix) for node in range(replica.nnodes)]
     for actor in replica.servers:
         ray.kill(actor)  # SGLang's servers of a replica's other nodes are of no use alone
     end = time.monotonic() + NAME_SECONDS
-    while time.monotonic() < end and any(_is_taken(name) for name in names):
+    while time.monotonic() < end and any(map(find_actor, names)):
         await asyncio.sleep(0.1)
-
-
-def _is_taken(name: str) -> bool:
-    try:
-        ray.get_actor(name)
-    except ValueError:
-        return False
-    return True

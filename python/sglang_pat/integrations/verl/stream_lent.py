@@ -31,8 +31,8 @@ from verl.utils.memory_utils import aggressive_empty_cache
 from verl.workers.engine.fsdp import transformer_impl
 
 from sglang_pat.integrations.verl import options
+from sglang_pat.integrations.verl.actors import ask_each
 from sglang_pat.integrations.verl.bell import Bell
-from sglang_pat.integrations.verl.fleet import ask_each
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
 from sglang_pat.integrations.verl.streaming import StreamStep, list_samples, sum_tokens
 from sglang_pat.integrations.verl.tail_batching import ChunkedTailBatchingBuffer

@@ -33,8 +33,9 @@ from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import rename_dict
 
 from sglang_pat.integrations.verl import missing_rewards, options, rewards
+from sglang_pat.integrations.verl.actors import ask_each
 from sglang_pat.integrations.verl.fields import STEPS, expand_runs, was_stopped
-from sglang_pat.integrations.verl.fleet import ask_each, check_some_live
+from sglang_pat.integrations.verl.fleet import check_some_live
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
 from sglang_pat.integrations.verl.tail_batching import ChunkedTailBatchingBuffer, NoResponseError
 from sglang_pat.integrations.verl.trainers import AdaptiveTrainer, report_degrees

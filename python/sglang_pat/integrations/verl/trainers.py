@@ -34,9 +34,10 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 from sglang_pat import figures
 from sglang_pat.integrations.verl import missing_rewards, options, rewards
+from sglang_pat.integrations.verl.actors import ask_each
 from sglang_pat.integrations.verl.client import AdaptiveAsyncClient, AdaptiveClient
 from sglang_pat.integrations.verl.fields import DEGREES, MOVES, expand_runs
-from sglang_pat.integrations.verl.fleet import Fleet, ask_each, check_some_live
+from sglang_pat.integrations.verl.fleet import Fleet, check_some_live
 from sglang_pat.integrations.verl.options import PREFIX
 from sglang_pat.integrations.verl.reward_ledger import TrainerLedger
 from sglang_pat.integrations.verl.tail_batching import TailBatching
