@@ -70,8 +70,9 @@ def test_the_round_after_a_crowded_one_of_its_kind_starts_in_twice_the_degree(se
     """Short rounds have no room for their KV, the long one between them has: ``crowded_case.py``."""
     found = servers.run("tests.engine.crowded_case", str(llama), env=FORGETS_RETRACTIONS, seconds=500)
     rounds = [json.loads(line) for line in found.stdout.splitlines()]
-    assert [(kind, ahead) for kind, _, ahead in rounds] == [("short", []), ("long", []), ("short", [2])], found.stderr
+    assert [(kind, start) for kind, _, start, _ in rounds] == [("short", 1), ("long", 1), ("short", 2)], found.stderr
     assert rounds[0][1] >= 4 and rounds[1][1] == 0
+    assert rounds[0][3] == [1] and rounds[2][3] == [2]
 
 
 # -- without a tokenizer: tokens come straight from the ranks, in order all the same -----------------------------
