@@ -56,9 +56,8 @@ class _Engine:
             async for reference in self._actor.generate_parts.options(num_returns="streaming").remote(**request):
                 parts.append(await reference)
         except RayActorError:
-            sent = TokenOutput(token_ids=[token for part in parts for token in part.token_ids])
+            sent = _concatenate(parts)
             if parts:  # the last one's fields are about all tokens
-                sent.log_probs = [logprob for part in parts for logprob in part.log_probs or ()]
                 sent.extra_fields = parts[-1].extra_fields
             raise _EngineDied(self._name, sent) from None
         return parts[-1]
@@ -125,14 +124,22 @@ class SurvivingClient(LLMServerClient):
 def _join(parts: Sequence[TokenOutput], last: TokenOutput) -> TokenOutput:
     """A response whose first parts are of engines that died."""
     every = [*parts, last]
-    joined = last.model_copy()
-    joined.token_ids = [token for part in every for token in part.token_ids]
+    joined, whole = last.model_copy(), _concatenate(every)
+    joined.token_ids = whole.token_ids
     if last.log_probs is not None:
-        joined.log_probs = [logprob for part in every for logprob in part.log_probs or ()]
+        joined.log_probs = whole.log_probs
     joined.extra_fields = (
         last.extra_fields | _join_runs(every) | {MOVES: list(accumulate(len(part.token_ids) for part in parts))}
     )
     return joined
+
+
+def _concatenate(parts: Sequence[TokenOutput]) -> TokenOutput:
+    """The tokens of all parts, and their log-probabilities."""
+    return TokenOutput(
+        token_ids=[token for part in parts for token in part.token_ids],
+        log_probs=[logprob for part in parts for logprob in part.log_probs or ()],
+    )
 
 
 def _join_runs(parts: Sequence[TokenOutput]) -> dict[str, Runs]:
