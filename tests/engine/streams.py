@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -175,6 +177,20 @@ async def wait_for_status(status: Callable[[], Status], reached: Callable[[Statu
     while not reached(found := await asyncio.to_thread(status)):
         await asyncio.sleep(0.02)
     return found
+
+
+def read_degrees(status: Callable[[], Status], log: Path, read: int) -> tuple[int, list[int], int]:
+    """Degree in which a decision log's last round was to start; those in which the engine was while more than one of its
+    requests was left; lines of the log.
+
+    Args:
+        read: lines of earlier rounds.
+    """
+    asyncio.run(wait_for_status(status, lambda found: not found["requests"]))  # and so all of the round is in the log
+    lines = log.read_bytes().splitlines()
+    decisions = [event["snapshot"] for event in map(json.loads, lines[read:]) if event["event"] == "decision"]
+    full = [snapshot for snapshot in decisions if snapshot["requests"] > 1]
+    return full[0]["start"], sorted({snapshot["tp"] for snapshot in full}), len(lines)
 
 
 async def wait_for_layout(status: Callable[[], Status], tp: int) -> Status:

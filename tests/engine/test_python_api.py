@@ -66,9 +66,10 @@ def test_an_engine_in_python(server, servers, llama):
     check_idle(server)
 
 
-def test_the_round_after_a_crowded_one_of_its_kind_starts_in_twice_the_degree(servers, llama):
+def test_the_round_after_a_crowded_one_of_its_kind_starts_in_twice_the_degree(servers, llama, tmp_path):
     """Short rounds have no room for their KV, the long one between them has: ``crowded_case.py``."""
-    found = servers.run("tests.engine.crowded_case", str(llama), env=FORGETS_RETRACTIONS, seconds=500)
+    words = "tests.engine.crowded_case", str(llama), str(tmp_path / "log")
+    found = servers.run(*words, env=FORGETS_RETRACTIONS, seconds=500)
     rounds = [json.loads(line) for line in found.stdout.splitlines()]
     assert [(kind, start) for kind, _, start, _ in rounds] == [("short", 1), ("long", 1), ("short", 2)], found.stderr
     assert rounds[0][1] >= 4 and rounds[1][1] == 0

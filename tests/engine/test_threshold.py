@@ -13,7 +13,7 @@ import requests
 from sglang_pat.testing.server import Server
 
 from .conftest import FORGETS_RETRACTIONS
-from .streams import NEVER_ENDS, Body, body, endless, tokens, wait_for_layout, wait_for_status
+from .streams import NEVER_ENDS, Body, body, endless, read_degrees, tokens, wait_for_layout, wait_for_status
 
 API_KEY, ADMIN_KEY = "api-secret", "admin-secret"
 ADMIN_HEADERS = {"Authorization": f"Bearer {ADMIN_KEY}"}
@@ -160,13 +160,15 @@ def test_metrics(watched):
     assert forced.status_code == 200
 
 
-def test_the_round_after_one_with_retractions_starts_in_twice_the_degree(servers, llama):
+def test_the_round_after_one_with_retractions_starts_in_twice_the_degree(servers, llama, tmp_path):
     """16 requests of 132 tokens find no room in 700: a third of them can end together."""
     flags = "--tp 1 --dp 2 --adaptive-tp --pat-policy threshold --pat-switch-at 1 --schedule-conservativeness 0.05"
-    server = servers.get(llama, *flags.split(), max_total_tokens=700, env=FORGETS_RETRACTIONS)
+    log, read = tmp_path / "log", 0
+    server = servers.get(llama, *flags.split(), "--pat-log", str(log), max_total_tokens=700, env=FORGETS_RETRACTIONS)
 
-    def one_round(tokens: int) -> tuple[int, list[int]]:
-        """32 requests, announced: how many were retracted, and merges before a first request so far."""
+    def one_round(tokens: int) -> tuple[int, int, list[int]]:
+        """32 requests, announced: how many were retracted, and the degrees of ``read_degrees``."""
+        nonlocal read
         before = server.status()["retracted"]
         server.post("/pat/round", {"requests": 32, "prompt_tokens": 12, "max_new_tokens": tokens}).raise_for_status()
         sampling = {"temperature": 0, "max_new_tokens": tokens} | NEVER_ENDS
@@ -174,14 +176,13 @@ def test_the_round_after_one_with_retractions_starts_in_twice_the_degree(servers
         # In one request: those that come while others run take turns, and need less room.
         server.post("/generate", {"input_ids": prompts, "sampling_params": sampling}).raise_for_status()
         requests.delete(f"{server.url}/pat/round").raise_for_status()
-        status = server.status()
-        ahead = [r["to_tp"] for r in status["switches"] if r["to_tp"] == 2 and r["requests"] == 0]
-        return status["retracted"] - before, ahead
+        start, tps, read = read_degrees(server.status, log, read)
+        return server.status()["retracted"] - before, start, tps
 
-    assert one_round(20) == (0, [])
-    retracted, ahead = one_round(120)
-    assert retracted >= 4 and ahead == []
-    assert one_round(120)[1] == [2]
+    assert one_round(20) == (0, 1, [1])
+    retracted, start, _ = one_round(120)
+    assert retracted >= 4 and start == 1
+    assert one_round(120)[1:] == (2, [2])
     # A weight update finds the engine in the base layout, or takes it there.
     assert server.post("/update_weights_from_disk", {"model_path": str(llama)}).json()["success"]
     assert server.status()["layout"]["tp"] == 1

@@ -92,7 +92,8 @@ def test_greedy_answers_are_those_of_an_undisturbed_job(verl_job, tmp_path, monk
 
 
 STEPS = int(os.environ.get("SGLANG_PAT_DEATHS", 100)) + 1
-"""Steps of the soak run, an engine of which dies in all but the first."""
+"""Steps of the soak run, an engine of which dies in all but the first; ``SOAK_SECONDS``: of its job, at most."""
+SOAK_SECONDS = 120 * STEPS + 300
 
 
 def draw_kills(seed: int, steps: int) -> str:
@@ -106,9 +107,10 @@ def draw_kills(seed: int, steps: int) -> str:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(SOAK_SECONDS + 300)
 @pytest.mark.parametrize("seed", [int(os.environ.get("SGLANG_PAT_SEED", 0))])
 def test_engines_die_at_drawn_moments(verl_job, tmp_path, monkeypatch, seed):
-    monkeypatch.setattr(jobs, "SECONDS", 120 * STEPS + 300)
+    monkeypatch.setattr(jobs, "SECONDS", SOAK_SECONDS)
     kills = draw_kills(seed, STEPS)
     print(kills)
     job = run(verl_job, tmp_path, monkeypatch, kills)
