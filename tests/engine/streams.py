@@ -180,7 +180,7 @@ async def wait_for_status(status: Callable[[], Status], reached: Callable[[Statu
 
 
 def read_degrees(status: Callable[[], Status], log: Path, read: int) -> tuple[int, list[int], int]:
-    """Degree in which a decision log's last round was to start; those in which the engine was while more than one of its
+    """Degree in which a decision log's last round was to start; degrees of the engine while more than one of its
     requests was left; lines of the log.
 
     Args:
