@@ -32,7 +32,8 @@ def remote(function):
 
 
 class Engine:
-    """Generates the tokens 0, 1, … of a response of nine; dies after so many, in parts of two; None: never."""
+    """Generates the tokens 0, 1, … of a response of nine; dies after so many, in parts of two; 9: after the whole
+    answer; None: never."""
 
     def __init__(self, degree: int, dies_after: int | None) -> None:
         self.degree, self.dies_after = degree, dies_after
@@ -55,6 +56,8 @@ class Engine:
                 extra_fields=fields | {STOPS: ["stop"], "global_steps": 7},
             )
         )  # fmt: skip
+        if self.dies_after == 9:
+            raise ActorDiedError
 
 
 async def answer(value: Any) -> Any:
@@ -106,8 +109,9 @@ def test_a_request_goes_on_from_its_tokens(kind, dies_after):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_added_to_a_request_whose_engine_lives(kind):
-    output = generate(kind, {"a": Engine(1, None)})
+@pytest.mark.parametrize("dies_after", [None, 9])
+def test_nothing_is_added_to_a_whole_answer(kind, dies_after):
+    output = generate(kind, {"a": Engine(1, dies_after)})
     assert output.token_ids == list(range(9)) and MOVES not in output.extra_fields
 
 

@@ -56,10 +56,11 @@ class _Engine:
             async for reference in self._actor.generate_parts.options(num_returns="streaming").remote(**request):
                 parts.append(await reference)
         except RayActorError:
-            sent = _concatenate(parts)
-            if parts:  # the last one's fields are about all tokens
-                sent.extra_fields = parts[-1].extra_fields
-            raise _EngineDied(self._name, sent) from None
+            if not parts or parts[-1].stop_reason is None:  # else the whole answer is here
+                sent = _concatenate(parts)
+                if parts:  # the last one's fields are about all tokens
+                    sent.extra_fields = parts[-1].extra_fields
+                raise _EngineDied(self._name, sent) from None
         return parts[-1]
 
 
