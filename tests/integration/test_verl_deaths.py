@@ -73,6 +73,28 @@ def test_engines_die_in_all_modes(verl_job, tmp_path, monkeypatch, mode):
         check_sync(job)
 
 
+def test_engines_come_and_go_until_none_is_left(verl_job, tmp_path, monkeypatch):
+    """One engine with GPUs of its own.  Three are wanted, for two there is room.  The first one's node goes, another
+    one is started.  Then one is wanted, and its node goes."""
+    monkeypatch.setenv(verl_routers.RESIZES, "4:3 36:1")
+    arguments = verl_routers.arguments(
+        verl_routers.Killing, tmp_path, monkeypatch, "20:1:node:main 52:2:node:main"
+    )
+    stream = [word.replace("nnodes=2", "nnodes=1") for word in MODES["stream"][1]]
+    mode = "trainer.v1.trainer_mode=sglang_pat_stream"
+    job = verl_job(*arguments, *SWITCHING, "--steps", "5", mode, *stream, fails=True)
+    trainers = 1  # the engine on the trainer's GPUs, which generates nothing here
+    assert job.series("rollout/engines") == [trainers + engines for engines in (2, 2, 1)], job.tail
+    assert job.series("rollout/engine_deaths") == [0, 1, 0] and "no engine is left: all have died" in job.log, job.tail
+    assert jobs.nothing_left("VERL_FILE_LOGGER_PATH", str(job.out / "metrics.jsonl"))
+    resizes = (job.out / "resizes.txt").read_text().splitlines()
+    assert [line.partition(": ")[2] for line in resizes] == [
+        "1 engine, 3 from the next update of the weights",
+        "2 engines, 1 from the next update of the weights; one more engine did not start: it needs 2 GPU and 4 CPU of "
+        "one node, free on each are 0 and 16",
+    ]
+
+
 def read_answers(job: jobs.Job) -> dict[tuple[int, str], str]:
     """Answers by step and prompt."""
     lines = [line for path in (job.out / "rollouts").glob("*.jsonl") for line in path.read_text().splitlines()]

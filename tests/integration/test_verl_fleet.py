@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
-from sglang_pat.integrations.verl import adapter, client, fleet, replica
+from sglang_pat.integrations.verl import adapter, client, fleet, replica, resize
 from sglang_pat.integrations.verl.fields import DEGREES, MOVES, STEPS, STOPS
 
 pytestmark = pytest.mark.integration
@@ -183,7 +183,7 @@ class MadeFleet(fleet.Fleet):
             global_load_balancer=SimpleNamespace(add_servers=remote(self.added.update)),
         )  # fmt: skip
         self._joins, self._new, self._deaths, self._start_seconds, self._lives = joins, [], 0, 0.0, {}
-        self._dying, self.updates = list(dying), 0
+        self._count, self._leaving, self._dying, self.updates = None, [], list(dying), 0
 
     def _watch(self, replica: Replica) -> None:
         pass
@@ -251,6 +251,120 @@ def test_engines_that_die_again_and_again_end_the_job(made):
 
 async def _update(one: MadeFleet) -> Any:
     return await one.update_weights(5)
+
+
+class OwnReplica(Replica):
+    """A replica with GPUs of its own; ``has_node``: whether its workers live."""
+
+    rollout_mode, gpus_per_replica_node, resource_pool, has_node = RolloutMode.STANDALONE, 2, None, True
+
+    def __init__(self, replica_rank: int, **_: Any) -> None:
+        super().__init__(replica_rank)
+        self.workers, self.aborted = [SimpleNamespace(__ray_ready__=SimpleNamespace(remote=self._ready))], False
+
+    async def _ready(self) -> None:
+        if not self.has_node:
+            raise ActorDiedError
+
+    init_standalone = Replica.launch_servers
+
+    async def abort_all_requests(self, reject_request: bool) -> None:
+        self.aborted = reject_request
+
+
+class Count:
+    """:class:`~.resize.EngineCount` as an actor."""
+
+    def __init__(self, wanted: int) -> None:
+        self.reports: list[tuple[int, str]] = []
+        self.get_wanted = remote(lambda: wanted)
+        self.report = remote(lambda *told: self.reports.append(told))
+
+
+class OnceMadeGroup:
+    def __init__(self, rebuild_group: bool = False) -> None: ...
+
+
+@pytest.fixture
+def resized(made, monkeypatch):
+    """Makes fleets of two engines with GPUs of their own: 1 and 2; ``room``: what Ray lacks for more."""
+
+    def make(wanted: int, dying: set[int] = frozenset(), without_node: set[int] = frozenset(), room: str = "") -> Any:
+        one = made(True, dying, set(), set())
+        one.replicas = [OwnReplica(number) for number in (1, 2)]
+        for replica in one.replicas:
+            replica.has_node = replica.replica_rank not in without_node
+        one.released, one.removed = [], []
+        one._count, one._last_number, one._lives, one._lacks = Count(wanted), 2, {1: None, 2: None, 3: None}, ""
+        one.backend, one.backend_cls, one.config = "gloo", object, SimpleNamespace(engine_kwargs={})
+        one._servers.server_handles, one._servers.server_addresses = ["actor 1", "actor 2"], ["address 1", "address 2"]
+        one._servers.rollout_replica_class, one._servers.model_config = OwnReplica, None
+        one._servers.rollout_config = SimpleNamespace(n_gpus_per_node=2)
+        one._servers.global_load_balancer.remove_servers = remote(one.removed.extend)
+        monkeypatch.setattr(fleet, "_find_lacking", lambda gpus: room)
+        monkeypatch.setattr(fleet, "_release", lambda replica: one.released.append(replica.replica_rank))
+        return one
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("wanted", "dying", "without_node", "stays", "left"),
+    [
+        (2, set(), set(), ["actor 1", "actor 2"], []),
+        (3, set(), set(), ["actor 1", "actor 2", "actor 3.1"], []),
+        (1, set(), set(), ["actor 1"], [2]),
+        (1, {1}, set(), ["actor 2"], [1]),
+        (2, {1}, set(), ["actor 1.1", "actor 2"], []),
+        (3, {1}, set(), ["actor 1.1", "actor 2", "actor 3.1"], []),
+        (2, {1}, {1}, ["actor 2", "actor 3.1"], [1]),
+        (1, {1}, {1}, ["actor 2"], [1]),
+        (2, {1, 2}, {1, 2}, ["actor 3.1", "actor 4.1"], [1, 2]),
+    ],
+)
+def test_as_many_engines_as_are_wanted(resized, wanted, dying, without_node, stays, left):
+    one = resized(wanted, dying, without_node)
+    assert asyncio.run(_update(one)) == {"sent": 1}
+    assert one._servers.server_handles == [replica.server_handle for replica in one.replicas] == stays
+    assert one._servers.server_addresses == [replica.server_address for replica in one.replicas]
+    assert sorted(one.released) == left and one.removed == [f"address {number}" for number in left]
+    assert set(one.added.values()) == {handle for handle in stays if "." in handle}, "those join with the weights"
+    metrics = one.take_metrics()
+    assert metrics["rollout/engines"] == len(stays) and metrics["rollout/engine_deaths"] == len(dying)
+    assert one._count.reports == [(len(stays), "")]
+
+
+@pytest.mark.parametrize(("dying", "stays"), [(set(), ["actor 1", "actor 2"]), ({1}, ["actor 2"])])
+def test_there_is_no_room_for_more_engines(resized, dying, stays):
+    one = resized(3, dying, dying, room="it needs 2 GPU")
+    asyncio.run(_update(one))
+    assert one._servers.server_handles == stays and not one.added
+    ((present, lacks),) = one._count.reports
+    assert present == len(stays) and "did not start: it needs 2 GPU" in lacks
+
+
+def test_all_nodes_are_gone(resized):
+    with pytest.raises(RuntimeError, match="no engine is left: the nodes of all are gone, and one more engine did not start"):
+        asyncio.run(_update(resized(2, {1, 2}, {1, 2}, room="it needs 2 GPU")))
+
+
+def test_a_group_that_is_made_once_keeps_its_engines(resized):
+    one = resized(2, {1}, {1})
+    one.backend, one.backend_cls = "nccl", OnceMadeGroup
+    with pytest.raises(RuntimeError, match="cannot go on without it: rollout.checkpoint_engine.engine_kwargs.nccl.reb"):
+        asyncio.run(_update(one))
+    one.config.engine_kwargs = {"nccl": {"rebuild_group": True}}
+    assert not one._find_why_fixed()
+
+
+def test_the_number_of_engines_is_said_and_refused():
+    count = resize.EngineCount(2, "")
+    assert not count.want(3) and count.get_wanted() == 3
+    assert count.describe() == "2 engines, 3 from the next update of the weights"
+    count.report(2, "engine 3 did not start: why")
+    assert count.describe() == "2 engines, 3 from the next update of the weights; engine 3 did not start: why"
+    fixed = resize.EngineCount(2, "the group is made once")
+    assert fixed.want(3) == "the group is made once" and fixed.get_wanted() == 2
 
 
 def test_a_batch_is_not_trained_that_lost_its_last_engine(made):

@@ -5,8 +5,10 @@ A line of ``balancer.jsonl``, in the job's folder, is the balancer's status afte
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +27,10 @@ if TYPE_CHECKING:
 
 KILLS = "PAT_TEST_KILLS"
 """Variable with what is killed: ``20:0:now:main 40:1:sleep:rank`` kills the main process of engine 0 at request 20, and
-a rank of engine 1 when it is to sleep after request 40.  A step has 16 requests."""
+a rank of engine 1 when it is to sleep after request 40.  At the moment ``node`` all that its node has of it is killed.
+A step has 16 requests."""
+RESIZES = "PAT_TEST_RESIZES"
+"""Variable with numbers of engines: ``20:3`` asks for three at request 20."""
 MOMENTS = {"sleep": "pat_send_round", "update": "update_weights_from_tensor", "flush": "flush_cache"}
 """Methods of SGLang's tokenizer manager at whose next call an engine is killed; other moments: states of a switch."""
 
@@ -38,7 +43,7 @@ class Noting(AdaptiveBalancer):
 
 
 class Killing(Noting):
-    """Has engines killed as :data:`KILLS` says."""
+    """Has engines killed as :data:`KILLS` says, and asks for others as :data:`RESIZES` says."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -51,9 +56,22 @@ class Killing(Noting):
             request, engine, moment, process = entry.split(":")
             if int(request) == len(self.seen):
                 await _call(ray.get_actor(f"sglang_server_{engine}_0"), _arm, moment, process)
+        for entry in os.environ.get(RESIZES, "").split() if is_new else ():
+            request, engines = entry.split(":")
+            if int(request) == len(self.seen):
+                await _resize(engines)
         name, actor = await super().acquire_server(request_id, **named)
         await _call(actor, _send_often)
         return name, actor
+
+
+async def _resize(engines: str) -> None:
+    address = ray.get_runtime_context().gcs_address
+    command = sys.executable, "-m", "sglang_pat.integrations.verl.resize", engines, "--address", address
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    printed, _ = await process.communicate()
+    with Path(os.environ["VERL_FILE_LOGGER_PATH"]).with_name("resizes.txt").open("a") as file:
+        file.write(f"{process.returncode} {printed.decode()}")
 
 
 async def _call(actor: Any, function: Any, *args: Any) -> None:
@@ -73,6 +91,10 @@ def _arm(server: Any, moment: str, process: str) -> None:
     """Kill a process of this actor's engine, now or at the next call of a method."""
     if moment == "now":
         return _kill(process)
+    if moment == "node":
+        for worker in server.workers:
+            ray.kill(worker)
+        _kill("main")
     if moment.isupper():  # at the next switch
         Path(os.environ[faults.ENV][1:]).write_text(f"{moment}:pid{_find(process).pid}:kill")
         return

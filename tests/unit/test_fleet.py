@@ -188,3 +188,27 @@ def test_which_weights_are_the_same(one, other, same):
 def test_no_address_or_one_twice(url):
     with pytest.raises(ValueError, match="must be an address, or several different ones"):
         RolloutClient(url)
+
+
+def test_servers_join_and_leave_between_rounds():
+    servers = [Mortal(), Mortal()]
+    mine = admitter(*[3] * 6, num_prompts=2, num_responses=4, eta_prompts=1, end=False)
+
+    async def run() -> list[list[int]]:
+        asked = []
+        async with AsyncExitStack() as stack:
+            urls = [await stack.enter_async_context(serve(server)) for server in servers]
+            client = RolloutClient(urls[0], Tokenizer())
+            for number, now in enumerate([urls[:1], urls, urls[1:]]):
+                client.urls = now
+                before = [len(server.asked) for server in servers]
+                async for _ in client.async_rollout(mine, {"max_new_tokens": 50}, number):
+                    pass
+                asked.append([len(server.asked) - more for server, more in zip(servers, before, strict=True)])
+            with pytest.raises(ValueError, match="must be an address, or several different ones"):
+                client.urls = []
+            assert list(client.urls) == urls[1:]
+        return asked
+
+    first, all_, last = asyncio.run(asyncio.wait_for(run(), 30))
+    assert first == [8, 0] and all_ == [4, 4] and last == [0, 8]

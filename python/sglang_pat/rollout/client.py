@@ -34,13 +34,23 @@ class RolloutClient(RolloutCalls):
     def __init__(
         self, url: str | Sequence[str], tokenizer: Any = None, api_key: str | None = None, name: str = "default"
     ) -> None:
-        self.urls = [one.rstrip("/") for one in ([url] if isinstance(url, str) else url)]
-        if not self.urls or len(set(self.urls)) < len(self.urls):
-            raise ValueError(f"url is {url!r}, must be an address, or several different ones")
+        self.urls = url
         self._tokenizer, self._name, self._loop = tokenizer, name, EngineLoop()
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """Addresses of the servers.  Others may be set at any time, and count from the next round."""
+        return self._urls
+
+    @urls.setter
+    def urls(self, urls: str | Sequence[str]) -> None:
+        urls = tuple(url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls))
+        if not urls or len(set(urls)) < len(urls):
+            raise ValueError(f"urls are {urls}, must be an address, or several different ones")
+        self._urls = urls
 
     def _watch(self, round_: RolloutRound) -> None:
         """Do nothing: each answer says how often weights had been updated."""

@@ -12,4 +12,5 @@
 | ``bell`` | in a Ray actor: whether a chunk that is being trained is to end |
 | ``gradient_sums`` | in each process of the trainer's GPUs: gradients of chunks |
 | ``balancer`` | in a Ray actor: which engine gets the next request |
+| ``fleet``, ``resize`` | in the process of the trainer: engines that die, come and go; the command that says how many |
 """

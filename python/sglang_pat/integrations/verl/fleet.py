@@ -6,24 +6,31 @@
    where they send weights (``adapter.py``).
 3. Before weights are sent, a new engine is started, in the place and under the name of the dead one.
 4. It gets the weights with all others, and only then requests.
+
+Of engines with GPUs of their own there may be more or fewer from one update to the next: :mod:`~.resize` says how many
+are wanted, and Ray what there is room for.  If a node is gone, so are its engines.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
+from ray.util.placement_group import remove_placement_group
 from verl.checkpoint_engine import CheckpointEngineManager
+from verl.plugin.platform import get_platform
 from verl.utils.ray_utils import auto_await
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from sglang_pat.errors import format_one_line
 from sglang_pat.figures import job_log
+from sglang_pat.integrations.verl import resize
 from sglang_pat.integrations.verl.actors import find_actor, name_server
 
 MOST_STARTS = 3
@@ -39,11 +46,20 @@ class Fleet(CheckpointEngineManager):
         manager: verl's own, whose place it takes.
         servers: verl's manager of the same replicas.
         joins: whether a new engine is added to the balancer here; else the trainer adds it.
+        own_gpus: whether the engines have GPUs of their own; an attribute, too.
     """
 
-    def __init__(self, manager: CheckpointEngineManager, servers: LLMServerManager, joins: bool) -> None:
+    def __init__(
+        self, manager: CheckpointEngineManager, servers: LLMServerManager, joins: bool, own_gpus: bool = False
+    ) -> None:
         super().__init__(manager.config, manager.actor_wg, manager.replicas)
-        self._servers, self._joins = servers, joins
+        self._servers, self._joins, self.own_gpus = servers, joins, own_gpus
+        self._count = resize.publish(len(self.replicas), self._find_why_fixed()) if own_gpus else None
+        self._last_number = max((replica.replica_rank for replica in self.replicas), default=0)
+        self._lacks = ""
+        """What Ray lacks for the engines that are wanted."""
+        self._leaving: list[RolloutReplica] = []
+        """Engines that get no requests any more, and still send what they had."""
         self._new: list[RolloutReplica] = []
         self._lives: dict[int, ray.ObjectRef] = {}
         """Call to each engine that fails when it dies, by the replica's number."""
@@ -66,25 +82,26 @@ class Fleet(CheckpointEngineManager):
         return len(self.replicas) - len(self.list_dead())
 
     def take_metrics(self) -> dict[str, float]:
-        """Engines that have died since the last call, and seconds that it took to start others."""
-        metrics = {"rollout/engine_deaths": float(self._deaths), "rollout/engine_start_seconds": self._start_seconds}
+        """Engines that there are, that have died since the last call, and seconds that it took to start others."""
+        metrics = {
+            "rollout/engines": float(len(self.replicas)), "rollout/engine_deaths": float(self._deaths),
+            "rollout/engine_start_seconds": self._start_seconds,
+        }  # fmt: skip
         self._deaths, self._start_seconds = 0, 0.0
         return metrics
 
     @auto_await
     async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
-        """Send the weights to all engines; those that have died are started anew before.
+        """Send the weights to all engines; those that have died are started anew before, and new ones that are wanted.
 
         Raises:
             RuntimeError: an engine could not be started, or engines die again and again; one line.
         """
         for _ in range(MOST_STARTS):
-            if dead := self.list_dead():
-                begun = time.monotonic()
-                await asyncio.gather(*map(self._restart, dead))
-                self._deaths += len(dead)
-                self._start_seconds += time.monotonic() - begun
+            await self._renew()
             metrics = await super().update_weights(global_steps)
+            while self._leaving:
+                _release(self._leaving.pop())
             if not self.list_dead():
                 await self._join()
                 return metrics
@@ -93,6 +110,77 @@ class Fleet(CheckpointEngineManager):
             f"engines {numbers} have died in each of {MOST_STARTS} updates of the weights to step {global_steps}; "
             "their lines in the log, or in Ray's logs of their actors, say why"
         )
+
+    async def _renew(self) -> None:
+        """Have as many living engines as are wanted, and as Ray has room for."""
+        begun, dead = time.monotonic(), self.list_dead()
+        gone = [replica for replica in dead if await _is_without_node(replica)]
+        wanted = await self._count.get_wanted.remote() if self._count else len(self.replicas)
+        staying = sorted((replica for replica in self.replicas if replica not in gone), key=lambda one: one in dead)
+        new, leaving = wanted - len(staying), [*gone, *staying[wanted:]]
+        if leaving and (why := self._find_why_fixed()):
+            raise RuntimeError(f"the node of an engine is gone, and the job cannot go on without it: {why}")
+        await asyncio.gather(*map(self._remove, leaving))
+        self._lacks = ""
+        starts = [self._start() for _ in range(new)] + [self._restart(one) for one in dead if one not in leaving]
+        await asyncio.gather(*starts)
+        self._deaths += len(dead)
+        if starts:
+            self._start_seconds += time.monotonic() - begun
+        if not self.replicas:
+            raise RuntimeError(f"no engine is left: the nodes of all are gone, and {self._lacks}")
+        if self._count:
+            await self._count.report.remote(len(self.replicas), self._lacks)
+
+    def _find_why_fixed(self) -> str:
+        """Why the number of engines cannot change; empty: it can."""
+        option, name = "rebuild_group", self.backend
+        if option not in inspect.signature(self.backend_cls).parameters:
+            return ""
+        if (self.config.engine_kwargs.get(name) or {}).get(option):
+            return ""
+        return (
+            f"rollout.checkpoint_engine.engine_kwargs.{name}.{option} is not set, must be true: the group of processes "
+            "that send and get weights is made once"
+        )
+
+    async def _start(self) -> None:
+        """Start one more engine, if Ray has room for it."""
+        servers, begun = self._servers, time.monotonic()
+        number, config = self._last_number + 1, servers.rollout_config
+        replica = servers.rollout_replica_class(
+            replica_rank=number, config=config, model_config=servers.model_config, gpus_per_node=config.n_gpus_per_node
+        )
+        try:
+            if lacks := _find_lacking(replica.gpus_per_replica_node):
+                raise ValueError(lacks)
+            self._last_number = number
+            await replica.init_standalone()
+        except (RayError, ValueError) as error:
+            self._lacks = f"one more engine did not start: {_format_cause(error)}"
+            job_log.warning("%s; the next update tries again", self._lacks)
+            return _release(replica)
+        self._watch(replica)
+        self.replicas.append(replica)
+        servers.server_handles.append(replica.server_handle)
+        servers.server_addresses.append(replica.server_address)
+        self._new.append(replica)
+        job_log.warning("engine %d was started in %.1f s; it gets the present weights", number, time.monotonic() - begun)
+
+    async def _remove(self, replica: RolloutReplica) -> None:
+        """Have an engine leave; what it still has goes on elsewhere."""
+        place = self._servers.server_handles.index(replica.server_handle)
+        del self._servers.server_handles[place], self._servers.server_addresses[place]
+        self.replicas.remove(replica)
+        self._new = [one for one in self._new if one is not replica]
+        del self._lives[replica.replica_rank]
+        await self._servers.global_load_balancer.remove_servers.remote([replica.server_address])
+        try:
+            await replica.abort_all_requests(reject_request=True)
+            self._leaving.append(replica)
+        except RayActorError:
+            _release(replica)
+        job_log.warning("engine %d has left, %d remain", replica.replica_rank, len(self.replicas))
 
     async def _restart(self, replica: RolloutReplica) -> None:
         """Start a new engine in the place of a dead one; it is as the others are: asleep, if they are."""
@@ -106,7 +194,7 @@ class Fleet(CheckpointEngineManager):
                 await replica.sleep()
         except RayError as error:
             raise RuntimeError(
-                f"engine {number} has died, and a new one did not start: {format_one_line(error)}"
+                f"engine {number} has died, and a new one did not start: {_format_cause(error)}"
             ) from None
         self._watch(replica)
         place = self._servers.server_handles.index(dead)
@@ -174,3 +262,37 @@ async def _free_names(replica: RolloutReplica) -> None:
     end = time.monotonic() + NAME_SECONDS
     while time.monotonic() < end and any(map(find_actor, names)):
         await asyncio.sleep(0.1)
+
+
+def _format_cause(error: Exception) -> str:
+    """What an error says; one in an actor without Ray's trace."""
+    return format_one_line(getattr(error, "cause", None) or error)
+
+
+async def _is_without_node(replica: RolloutReplica) -> bool:
+    """Whether nothing can be started any more where a dead engine with GPUs of its own was."""
+    if replica.rollout_mode != RolloutMode.STANDALONE:
+        return False
+    try:
+        await asyncio.gather(*(worker.__ray_ready__.remote() for worker in replica.workers))
+    except RayActorError:
+        return True
+    return False
+
+
+def _find_lacking(gpus: int) -> str:
+    """What Ray lacks for one more engine on a node; empty: nothing.  verl would wait for it without end."""
+    name, colocated = get_platform().ray_resource_name(), 2  # CPUs for each GPU, as verl's replica wants them
+    rooms = ray._private.state.available_resources_per_node().values()
+    if any(room.get(name, 0) >= gpus and room.get("CPU", 0) >= colocated * gpus for room in rooms):
+        return ""
+    free = ", ".join(f"{room.get(name, 0):g} and {room.get('CPU', 0):g}" for room in rooms)
+    return f"it needs {gpus} {name} and {colocated * gpus} CPU of one node, free on each are {free}"
+
+
+def _release(replica: RolloutReplica) -> None:
+    """Give an engine's actors and GPUs back."""
+    for actor in (*replica.servers, *replica.workers):
+        ray.kill(actor)
+    for group in (replica.resource_pool and replica.resource_pool.pgs) or ():
+        remove_placement_group(group)

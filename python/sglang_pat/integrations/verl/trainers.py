@@ -26,7 +26,7 @@ from verl.trainer.ppo.v1 import trainer_separate_async
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
-from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
+from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode, PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine_workers import ActorRolloutRefWorker
@@ -97,9 +97,22 @@ class CheckedTrainer(PPOTrainer):
             if hasattr(self, manager):
                 # verl has the trainer's own replicas join and leave the balancer of the standalone ones.
                 joins = manager != "checkpoint_manager" or self.mode != "separate_async"
-                fleet = Fleet(getattr(self, manager), getattr(self, servers), joins)
+                own_gpus = manager != "checkpoint_manager"
+                fleet = Fleet(getattr(self, manager), getattr(self, servers), joins, own_gpus)
                 setattr(self, manager, fleet)
                 self.fleets = [*self.fleets, fleet]
+        self._wait_only_for_living(self.replay_buffer)
+
+    def _wait_only_for_living(self, buffer: ReplayBuffer) -> None:
+        """Have whoever waits for responses end when no engine generates any: verl would fail prompt after prompt."""
+        wait = buffer._wait_for_next_poll
+
+        def wait_for_living(*args: Any) -> float:
+            generates = getattr(self, "current_mode", HybridEngineMode.ROLLOUT) == HybridEngineMode.ROLLOUT
+            check_some_live([fleet for fleet in self.fleets if fleet.own_gpus or generates])
+            return wait(*args)
+
+        buffer._wait_for_next_poll = wait_for_living
 
     def get_llm_client(self) -> LLMServerClient:
         if not self.is_adaptive:
