@@ -11,7 +11,6 @@ Needs the environment of ``make test-integration``.  ``--quick`` takes eight min
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import statistics
 import subprocess
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import _bench
+import _verl_jobs
 from rich.console import Console
 from rich.table import Table
 
@@ -96,10 +96,7 @@ def main() -> int:
     parser.add_argument("--response", type=int, default=768, help="tokens of a response at most")
     parser.add_argument("--switch-at", type=int, default=4, help="requests left when the adaptive engine merges")
     args = parser.parse_args()
-    if importlib.util.find_spec("verl") is None:
-        print("bench/frameworks.py needs verl: run `make test-integration`, then .venv-integration/bin/python", end=" ")
-        print("bench/frameworks.py")
-        return 0
+    _verl_jobs.need_verl()
     if args.quick:
         args.repeats, args.steps = 1, 3
     machine = _bench.about()

@@ -17,10 +17,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import _bench
+import _verl_jobs
+
+_verl_jobs.need_verl()  # Ray is with it only
+# ruff: noqa: E402
+
 import ray
 from rich.console import Console
 from rich.table import Table
-from verl.workers.rollout.replica import TokenOutput
 
 from sglang_pat.cpu import shim
 from sglang_pat.integrations.balance import EngineReport
@@ -44,7 +48,9 @@ class Engine:
     async def get_seconds(self) -> float:
         return time.process_time()
 
-    async def generate_parts(self, parts: int, tokens: int) -> AsyncIterator[TokenOutput]:
+    async def generate_parts(self, parts: int, tokens: int) -> AsyncIterator[Any]:
+        from verl.workers.rollout.replica import TokenOutput
+
         part = TokenOutput(token_ids=[7] * tokens, log_probs=[-0.5] * tokens)
         for _ in range(parts):
             yield part
@@ -141,7 +147,8 @@ def main() -> int:
     console.print(
         f"A response in {parts} parts: {client['client_us']:.0f} µs of a client, which so serves "
         f"{nodes['client_us']:.0f} nodes, and {client['engine_us']:.0f} µs of the engine's actor "
-        f"({100 / nodes['engine_us']:.1f}% of a core).  A node: {args.rate:,} tokens a second, {responses:.1f} responses."
+        f"({100 / nodes['engine_us']:.1f}% of a core).  A node: {args.rate:,} tokens a second, {responses:.1f} "
+        "responses."
     )
     _bench.write(args.json, machine=machine, client=client, engines=rows, nodes=nodes)
     return 0

@@ -77,9 +77,7 @@ def test_engines_come_and_go_until_none_is_left(verl_job, tmp_path, monkeypatch)
     """One engine with GPUs of its own.  Three are wanted, for two there is room.  The first one's node goes, another
     one is started.  Then one is wanted, and its node goes."""
     monkeypatch.setenv(verl_routers.RESIZES, "4:3 36:1")
-    arguments = verl_routers.arguments(
-        verl_routers.Killing, tmp_path, monkeypatch, "20:1:node:main 52:2:node:main"
-    )
+    arguments = verl_routers.arguments(verl_routers.Killing, tmp_path, monkeypatch, "20:1:node:main 52:2:node:main")
     stream = [word.replace("nnodes=2", "nnodes=1") for word in MODES["stream"][1]]
     mode = "trainer.v1.trainer_mode=sglang_pat_stream"
     job = verl_job(*arguments, *SWITCHING, "--steps", "5", mode, *stream, fails=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,19 +151,22 @@ def test_no_parts_of_what_looks_back_at_the_whole_response(params):
 
 
 class Replica:
-    """A replica whose engine may die in an update; ``starts``: how often it was started anew."""
+    """A replica whose engine may die in an update."""
 
     rollout_mode, nnodes, name_suffix = RolloutMode.HYBRID, 1, ""
 
     def __init__(self, number: int) -> None:
-        self.replica_rank, self.starts, self.slept, self.calls = number, 0, 0, []
-        self.server_handle, self.server_address = f"actor {number}", f"address {number}"
+        self.replica_rank, self.slept = number, 0
+        self._server_handle, self._server_address = f"actor {number}", f"address {number}"
         self.servers = []
 
+    server_handle = property(lambda self: self._server_handle)
+    server_address = property(lambda self: self._server_address)
+
     async def launch_servers(self) -> None:
-        self.starts += 1
-        self.server_handle = f"actor {self.replica_rank}.{self.starts}"
-        self.server_address = f"address {self.replica_rank}.{self.starts}"
+        name, _, starts = self._server_handle.removeprefix("actor ").partition(".")
+        name = f"{name}.{int(starts or 0) + 1}"
+        self._server_handle, self._server_address = f"actor {name}", f"address {name}"
 
     async def sleep(self) -> None:
         self.slept += 1
@@ -184,6 +188,7 @@ class MadeFleet(fleet.Fleet):
         )  # fmt: skip
         self._joins, self._new, self._deaths, self._start_seconds, self._lives = joins, [], 0, 0.0, {}
         self._count, self._leaving, self._dying, self.updates = None, [], list(dying), 0
+        self._starts, self._threads, self._have_gpus = {}, ThreadPoolExecutor(), False
 
     def _watch(self, replica: Replica) -> None:
         pass
@@ -216,7 +221,7 @@ def made(monkeypatch):
 def test_what_died_is_started_anew_and_joins_with_the_weights(made, joins):
     one = made(joins, {0}, set(), set())
     assert asyncio.run(_update(one)) == {"sent": 1}
-    assert [replica.starts for replica in one.replicas] == [1, 0] and one.replicas[0].slept == 1
+    assert [replica.slept for replica in one.replicas] == [1, 0]
     assert one._servers.server_handles == ["actor 0.1", "actor 1"]
     assert one.added == ({"address 0.1": "actor 0.1"} if joins else {})
     assert one.take_metrics()["rollout/engine_deaths"] == 1 and one.take_metrics()["rollout/engine_deaths"] == 0
@@ -229,16 +234,48 @@ def test_several_engines_are_started_at_the_same_time(made, monkeypatch):
         under_way.append(self.replica_rank)
         while len(under_way) < 2:
             await asyncio.sleep(0)
-        self.server_handle, self.server_address = f"new {self.replica_rank}", f"address {self.replica_rank}"
+        self._server_handle = f"new {self.replica_rank}"
 
     monkeypatch.setattr(Replica, "launch_servers", launch_servers)
     asyncio.run(asyncio.wait_for(_update(one), 10))
     assert one._servers.server_handles == ["new 0", "new 1"] and one.take_metrics()["rollout/engine_deaths"] == 2
 
 
+def test_an_engine_is_started_while_the_others_generate(made):
+    """It sleeps with them, and joins with the weights."""
+    one = made(True, {0}, set())
+    one.start_dead()
+    assert not one._starts, "a trainer has the GPUs"
+    one._have_gpus = True
+    for _ in range(2):
+        one.start_dead()
+    assert list(one._starts) == [0] and one._servers.server_handles == ["actor 0", "actor 1"]
+    asyncio.run(_sleep(one))
+    assert one._servers.server_handles == ["actor 0.1", "actor 1"] and one.replicas[0].slept > 0 and not one.added
+    one._dying = [set(), set()]
+    assert asyncio.run(_update(one)) == {"sent": 1} and one.added == {"address 0.1": "actor 0.1"}
+    assert one.take_metrics()["rollout/engine_deaths"] == 1 and one._have_gpus
+
+
+def test_what_did_not_start_meanwhile_is_started_before_the_update(made, monkeypatch):
+    one, fails = made(True, {0}, set()), [True]
+
+    async def launch_servers(self) -> None:
+        if fails:
+            fails.pop()
+            raise ActorDiedError
+        self._server_handle = "a second one"
+
+    monkeypatch.setattr(Replica, "launch_servers", launch_servers)
+    one._have_gpus = True
+    one.start_dead()
+    assert asyncio.run(_update(one)) == {"sent": 1} and one._servers.server_handles == ["a second one", "actor 1"]
+    assert one.take_metrics()["rollout/engine_deaths"] == 1
+
+
 def test_an_engine_that_dies_in_the_update_is_sent_the_weights_again(made):
     one = made(True, set(), {1}, set())
-    assert asyncio.run(_update(one)) == {"sent": 2} and one.replicas[1].starts == 1
+    assert asyncio.run(_update(one)) == {"sent": 2} and one._servers.server_handles == ["actor 0", "actor 1.1"]
     assert set(one.added) == {"address 1.1"}
 
 
@@ -251,6 +288,10 @@ def test_engines_that_die_again_and_again_end_the_job(made):
 
 async def _update(one: MadeFleet) -> Any:
     return await one.update_weights(5)
+
+
+async def _sleep(one: MadeFleet) -> None:
+    await one.sleep_replicas()
 
 
 class OwnReplica(Replica):
@@ -292,8 +333,8 @@ def resized(made, monkeypatch):
     def make(wanted: int, dying: set[int] = frozenset(), without_node: set[int] = frozenset(), room: str = "") -> Any:
         one = made(True, dying, set(), set())
         one.replicas = [OwnReplica(number) for number in (1, 2)]
-        for replica in one.replicas:
-            replica.has_node = replica.replica_rank not in without_node
+        for each in one.replicas:
+            each.has_node = each.replica_rank not in without_node
         one.released, one.removed = [], []
         one._count, one._last_number, one._lives, one._lacks = Count(wanted), 2, {1: None, 2: None, 3: None}, ""
         one.backend, one.backend_cls, one.config = "gloo", object, SimpleNamespace(engine_kwargs={})
@@ -344,7 +385,7 @@ def test_there_is_no_room_for_more_engines(resized, dying, stays):
 
 
 def test_all_nodes_are_gone(resized):
-    with pytest.raises(RuntimeError, match="no engine is left: the nodes of all are gone, and one more engine did not start"):
+    with pytest.raises(RuntimeError, match="the nodes of all are gone, and one more engine did not start"):
         asyncio.run(_update(resized(2, {1, 2}, {1, 2}, room="it needs 2 GPU")))
 
 

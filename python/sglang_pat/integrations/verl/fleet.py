@@ -4,7 +4,8 @@
    (:class:`~.client.SurvivingClient`).
 2. The trainer passes the engine over, where it asks all of something (:func:`~.actors.ask_each`), and so do its ranks,
    where they send weights (``adapter.py``).
-3. Before weights are sent, a new engine is started, in the place and under the name of the dead one.
+3. A new engine is started, in the place and under the name of the dead one: while the others generate, if they still
+   have the GPUs, else before weights are sent.
 4. It gets the weights with all others, and only then requests.
 
 Of engines with GPUs of their own there may be more or fewer from one update to the next: :mod:`~.resize` says how many
@@ -17,6 +18,9 @@ import asyncio
 import inspect
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from copy import copy
 from typing import Any
 
 import ray
@@ -65,6 +69,9 @@ class Fleet(CheckpointEngineManager):
         """Call to each engine that fails when it dies, by the replica's number."""
         for replica in self.replicas:
             self._watch(replica)
+        self._starts: dict[int, Future[RolloutReplica]] = {}
+        """New engines that are being started while others generate, by the dead one's number."""
+        self._threads, self._have_gpus = ThreadPoolExecutor(), own_gpus
         self._deaths, self._start_seconds = 0, 0.0
 
     def _watch(self, replica: RolloutReplica) -> None:
@@ -82,7 +89,7 @@ class Fleet(CheckpointEngineManager):
         return len(self.replicas) - len(self.list_dead())
 
     def take_metrics(self) -> dict[str, float]:
-        """Engines that there are, that have died since the last call, and seconds that it took to start others."""
+        """Engines that there are, that have died since the last call, and seconds that the job waited for others."""
         metrics = {
             "rollout/engines": float(len(self.replicas)), "rollout/engine_deaths": float(self._deaths),
             "rollout/engine_start_seconds": self._start_seconds,
@@ -104,6 +111,7 @@ class Fleet(CheckpointEngineManager):
                 _release(self._leaving.pop())
             if not self.list_dead():
                 await self._join()
+                self._have_gpus = True
                 return metrics
         numbers = ", ".join(str(replica.replica_rank) for replica in self.list_dead())
         raise RuntimeError(
@@ -113,6 +121,7 @@ class Fleet(CheckpointEngineManager):
 
     async def _renew(self) -> None:
         """Have as many living engines as are wanted, and as Ray has room for."""
+        await self._take_started()
         begun, dead = time.monotonic(), self.list_dead()
         gone = [replica for replica in dead if await _is_without_node(replica)]
         wanted = await self._count.get_wanted.remote() if self._count else len(self.replicas)
@@ -124,9 +133,8 @@ class Fleet(CheckpointEngineManager):
         self._lacks = ""
         starts = [self._start() for _ in range(new)] + [self._restart(one) for one in dead if one not in leaving]
         await asyncio.gather(*starts)
-        self._deaths += len(dead)
-        if starts:
-            self._start_seconds += time.monotonic() - begun
+        self._deaths += sum(replica in leaving for replica in dead)
+        self._start_seconds += time.monotonic() - begun if starts else 0.0
         if not self.replicas:
             raise RuntimeError(f"no engine is left: the nodes of all are gone, and {self._lacks}")
         if self._count:
@@ -165,7 +173,9 @@ class Fleet(CheckpointEngineManager):
         servers.server_handles.append(replica.server_handle)
         servers.server_addresses.append(replica.server_address)
         self._new.append(replica)
-        job_log.warning("engine %d was started in %.1f s; it gets the present weights", number, time.monotonic() - begun)
+        job_log.warning(
+            "engine %d was started in %.1f s; it gets the present weights", number, time.monotonic() - begun
+        )
 
     async def _remove(self, replica: RolloutReplica) -> None:
         """Have an engine leave; what it still has goes on elsewhere."""
@@ -182,28 +192,46 @@ class Fleet(CheckpointEngineManager):
             _release(replica)
         job_log.warning("engine %d has left, %d remain", replica.replica_rank, len(self.replicas))
 
+    def start_dead(self) -> None:
+        """Begin to start new engines for the dead ones, while the others generate; not while a trainer has the GPUs."""
+        if self._have_gpus:
+            for replica in self.list_dead():
+                if replica.replica_rank not in self._starts:
+                    self._starts[replica.replica_rank] = self._threads.submit(asyncio.run, _launch(replica))
+
+    async def _take_started(self) -> None:
+        """Have engines that :meth:`start_dead` began to start take the places of the dead ones."""
+        begun = time.monotonic()
+        starts, self._starts = self._starts, {}
+        for replica in self.replicas:
+            if (start := starts.get(replica.replica_rank)) is not None:
+                try:
+                    await self._replace(replica, await asyncio.wrap_future(start))
+                except RayError as error:
+                    job_log.warning("engine %d did not start: %s", replica.replica_rank, _format_cause(error))
+        self._start_seconds += time.monotonic() - begun if starts else 0.0
+
     async def _restart(self, replica: RolloutReplica) -> None:
-        """Start a new engine in the place of a dead one; it is as the others are: asleep, if they are."""
-        number, begun, dead = replica.replica_rank, time.monotonic(), replica.server_handle
-        job_log.warning("engine %d has died: a new one is started", number)
-        await _free_names(replica)
-        replica.servers = []
+        """Start a new engine in the place of a dead one."""
         try:
-            await replica.launch_servers()
-            if replica.rollout_mode == RolloutMode.HYBRID:
-                await replica.sleep()
+            await self._replace(replica, await _launch(replica))
         except RayError as error:
             raise RuntimeError(
-                f"engine {number} has died, and a new one did not start: {_format_cause(error)}"
+                f"engine {replica.replica_rank} has died, and a new one did not start: {_format_cause(error)}"
             ) from None
-        self._watch(replica)
-        place = self._servers.server_handles.index(dead)
-        self._servers.server_handles[place] = replica.server_handle
-        self._servers.server_addresses[place] = replica.server_address
-        self._new.append(replica)
-        job_log.warning(
-            "engine %d was started anew in %.1f s; it gets the present weights", number, time.monotonic() - begun
-        )
+
+    async def _replace(self, dead: RolloutReplica, new: RolloutReplica) -> None:
+        """Put a new engine in the place of a dead one; it is as the others are: asleep, if they are."""
+        place = self._servers.server_handles.index(dead.server_handle)
+        dead.servers, dead._server_handle, dead._server_address = new.servers, new.server_handle, new.server_address
+        self._servers.server_handles[place] = dead.server_handle
+        self._servers.server_addresses[place] = dead.server_address
+        self._watch(dead)
+        self._new.append(dead)
+        self._deaths += 1
+        if dead.rollout_mode == RolloutMode.HYBRID:
+            with suppress(RayActorError):  # it has died, too
+                await dead.sleep()
 
     async def _join(self) -> None:
         """Give new engines requests, from now on."""
@@ -216,7 +244,9 @@ class Fleet(CheckpointEngineManager):
 
     @auto_await
     async def sleep_replicas(self) -> None:
+        self._have_gpus = False
         await self._ask_living("sleep")
+        await self._take_started()
 
     @auto_await
     async def wake_up_replicas(self) -> None:
@@ -252,6 +282,20 @@ def check_some_live(fleets: Sequence[Fleet]) -> None:
             "no engine is left: all have died in this step, and some of its responses are missing; their lines in the "
             "log, or in Ray's logs of their actors, say why.  The job may go on from its last checkpoint"
         )
+
+
+async def _launch(replica: RolloutReplica) -> RolloutReplica:
+    """A new engine for the place of a dead one, where that was."""
+    number, begun = replica.replica_rank, time.monotonic()
+    job_log.warning("engine %d has died: a new one is started", number)
+    await _free_names(replica)
+    new = copy(replica)
+    new.servers = []
+    await new.launch_servers()
+    job_log.warning(
+        "engine %d was started anew in %.1f s; it gets the weights of the next update", number, time.monotonic() - begun
+    )
+    return new
 
 
 async def _free_names(replica: RolloutReplica) -> None:

@@ -63,7 +63,10 @@ def publish(present: int, fixed: str) -> Any:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = commands.Parser(prog="python -m sglang_pat.integrations.verl.resize", description=__doc__.split("\n")[0])
+    parser = commands.Parser(
+        prog="python -m sglang_pat.integrations.verl.resize",
+        description="More or fewer engines for a verl job that runs.",
+    )
     parser.add_argument("engines", nargs="?", type=int, help="engines of the job from its next update of the weights")
     parser.add_argument("--job", metavar="ID", help="Ray's number of the job (default: the only one)")
     parser.add_argument("--address", default="auto", help="of the Ray cluster (default: the one of this machine)")
@@ -86,7 +89,7 @@ def _run(engines: int | None, given: str | None) -> int:
     if given is not None and given not in jobs:
         raise commands.UsageError(f"--job is {given}, must be one of {', '.join(jobs) or 'none'}")
     if not jobs:
-        raise commands.UsageError("no job of this cluster has engines of ours with GPUs of their own: nothing to resize")
+        raise commands.UsageError("no job of this cluster has engines of ours with GPUs of their own")
     if engines is not None and given is None and len(jobs) > 1:
         raise commands.UsageError(f"there are {len(jobs)} jobs, say which: --job with one of {', '.join(jobs)}")
     for job in jobs if given is None else [given]:

@@ -212,7 +212,7 @@ class AdaptiveStreamLent(AdaptiveTrainer, PPOTrainerColocateAsync):
     """verl's ``colocate_async``, whose engines sleep when the batch is complete, and of which half trains before."""
 
     mode, tail_batching_at = "colocate_async", f"trainer.v1.{MODE}"
-    announces_steps = streams = True
+    announces_steps = streams = lends_ranks = True
     step_class, gpus_class, worker_class, bell_class = StreamStep, LentRanks, LentWorker, Bell
 
     def __init__(self, config: DictConfig) -> None:

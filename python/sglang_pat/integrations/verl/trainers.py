@@ -66,9 +66,11 @@ class CheckedTrainer(PPOTrainer):
     Attributes:
         mode: verl's own name of the trainer mode.
         fleets: the engines, by verl's manager of their weights.
+        lends_ranks: whether a trainer may have ranks of the engines while these generate.
     """
 
     mode: str
+    lends_ranks = False
     fleets: Sequence[Fleet] = ()
 
     def __init__(self, config: DictConfig) -> None:
@@ -104,12 +106,18 @@ class CheckedTrainer(PPOTrainer):
         self._wait_only_for_living(self.replay_buffer)
 
     def _wait_only_for_living(self, buffer: ReplayBuffer) -> None:
-        """Have whoever waits for responses end when no engine generates any: verl would fail prompt after prompt."""
+        """Have whoever waits for responses see to the engines that generate them.
+
+        Dead ones are started anew meanwhile.  If none is left, the wait ends: verl would fail prompt after prompt.
+        """
         wait = buffer._wait_for_next_poll
 
         def wait_for_living(*args: Any) -> float:
             generates = getattr(self, "current_mode", HybridEngineMode.ROLLOUT) == HybridEngineMode.ROLLOUT
-            check_some_live([fleet for fleet in self.fleets if fleet.own_gpus or generates])
+            generating = [fleet for fleet in self.fleets if fleet.own_gpus or generates]
+            check_some_live(generating)
+            for fleet in () if self.lends_ranks else generating:
+                fleet.start_dead()
             return wait(*args)
 
         buffer._wait_for_next_poll = wait_for_living
