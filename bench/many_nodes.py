@@ -62,7 +62,7 @@ class Measured(AdaptiveBalancer):
 
 
 async def spread(calls: int, call: Any) -> None:
-    """So many calls, :data:`AT_ONCE` at a time."""
+    """Await ``call(number)`` for each number below ``calls``, :data:`AT_ONCE` at a time."""
     left = iter(range(calls))
 
     async def work() -> None:

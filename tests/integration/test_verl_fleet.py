@@ -242,7 +242,7 @@ def test_several_engines_are_started_at_the_same_time(made, monkeypatch):
 
 
 def test_an_engine_is_started_while_the_others_generate(made):
-    """It sleeps with them, and joins with the weights."""
+    """The new one sleeps with them, and joins with the weights."""
     one = made(True, {0}, set())
     one.start_dead()
     assert not one._starts, "a trainer has the GPUs"
