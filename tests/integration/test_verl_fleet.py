@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
 from sglang_pat.integrations.verl import adapter, client, fleet, replica, resize
 from sglang_pat.integrations.verl.fields import DEGREES, MOVES, STEPS, STOPS
+from sglang_pat.tools import commands
 
 pytestmark = pytest.mark.integration
 
@@ -406,6 +408,41 @@ def test_the_number_of_engines_is_said_and_refused():
     assert count.describe() == "2 engines, 3 from the next update of the weights; engine 3 did not start: why"
     fixed = resize.EngineCount(2, "the group is made once")
     assert fixed.want(3) == "the group is made once" and fixed.get_wanted() == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "jobs", "said"),
+    [
+        (["0"], ["01"], "ENGINES is 0, must be at least 1"),
+        (["x"], ["01"], "argument engines: invalid int value: 'x'"),
+        (["3", "--address", "127.0.0.1:1"], ["01"], "no Ray cluster at --address 127.0.0.1:1: .*refused"),
+        (["3"], [], "no job of this cluster has engines of ours with GPUs of their own"),
+        (["3"], ["01", "02"], "there are 2 jobs, say which: --job with one of 01, 02"),
+        (["3", "--job", "03"], ["01", "02"], "--job is 03, must be one of 01, 02"),
+        (["3", "--job", "02"], ["01", "02"], "job 02 keeps its number of engines: made once"),
+        (["3"], ["01"], None),
+        ([], ["01", "02"], None),
+    ],
+)
+def test_the_command_for_another_number(monkeypatch, capsys, words, jobs, said):
+    actors = {f"engines of job {job}": resize.EngineCount(2, "made once" if job == "02" else "") for job in jobs}
+    named = [dict(name=name, namespace=resize.NAMESPACE) for name in actors] + [dict(name="x", namespace="")]
+    asked = lambda actor, method: SimpleNamespace(remote=lambda *args: getattr(actor, method)(*args))  # noqa: E731
+    handles = {
+        name: SimpleNamespace(want=asked(actor, "want"), describe=asked(actor, "describe"))
+        for name, actor in actors.items()
+    }
+    monkeypatch.setattr(resize, "list_named_actors", lambda all_namespaces: named)
+    played = dict(init=lambda *_, **__: None, shutdown=lambda: None, get=lambda value: value)
+    monkeypatch.setattr(resize, "ray", SimpleNamespace(get_actor=lambda name, _: handles[name], **played))
+    code = commands.run("resize", resize.main, words)
+    printed, error = capsys.readouterr()
+    if said is not None:
+        assert code == 2 and re.fullmatch(f"resize: error: {said}\n", error) and not printed
+    elif words:
+        assert code == 0 and printed == "job 01: 2 engines, 3 from the next update of the weights\n"
+    else:
+        assert code == 0 and printed == "job 01: 2 engines\njob 02: 2 engines\n"
 
 
 def test_a_batch_is_not_trained_that_lost_its_last_engine(made):

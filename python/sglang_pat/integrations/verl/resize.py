@@ -9,6 +9,7 @@ the job's :class:`~.fleet.Fleet` reads before each update of the weights.
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 from typing import Any
 
@@ -19,6 +20,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from sglang_pat.tools import commands
 
 NAMESPACE = "sglang_pat"
+CONNECT_SECONDS = 10.0
+"""Longest wait for an answer of a cluster."""
 _NAME = "engines of job "
 
 
@@ -74,8 +77,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.engines is not None and args.engines < 1:
         raise commands.UsageError(f"ENGINES is {args.engines}, must be at least 1")
     try:
+        host, colon, port = args.address.removeprefix("ray://").rpartition(":")
+        if colon and port.isdecimal():  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
         ray.init(args.address, namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False)
-    except (ConnectionError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise commands.UsageError(f"no Ray cluster at --address {args.address}: {error}") from None
     try:
         return _run(args.engines, args.job)
