@@ -47,7 +47,11 @@ def run(verl_job, tmp_path, monkeypatch, kills: str, mode: str = "sync", more: t
     assert len(job.steps) == steps, job.tail
     assert "Failed to complete async request" not in job.log, "verl's client tries for long to reach a dead engine"
     assert jobs.nothing_left("VERL_FILE_LOGGER_PATH", str(job.out / "metrics.jsonl"))
-    assert list_segments() <= segments
+    left = list_segments() - segments
+    weights = {name for name in left if name.startswith("torch_")}
+    for name in weights:  # of a trainer without a GPU, on their way to an engine that died
+        Path("/dev/shm", name).unlink()
+    assert left == weights
     return job
 
 
