@@ -67,11 +67,15 @@ class Tokenizer:
         return "-".join(map(str, ids))
 
 
-def play(servers: list[PlayedServer], mine, params: dict | None = None, **named) -> list:
+def play(servers: list[PlayedServer], mine, params: dict | None = None, losses: list | None = None, **named) -> list:
+    """Events of a round; the client's losses are added to ``losses``."""
+
     async def run() -> list:
         async with AsyncExitStack() as stack:
             urls = [await stack.enter_async_context(serve(server)) for server in servers]
             client = RolloutClient(urls, Tokenizer())
+            if losses is not None:
+                losses.append(client.losses)
             events = client.async_rollout(mine, {"max_new_tokens": 50} | (params or {}), 0, **named)
             return [event async for event in events]
 
@@ -84,8 +88,8 @@ def list_outputs(groups) -> list:
 
 @pytest.mark.parametrize("dies_after", [-1, 1, 4])
 def test_a_server_dies_and_its_samples_go_on_elsewhere_from_their_tokens(dies_after):
-    servers, mine = [Mortal(dies_after), Mortal()], admitter(*[9] * 8)
-    *groups, summary = play(servers, mine)
+    servers, mine, losses = [Mortal(dies_after), Mortal()], admitter(*[9] * 8), []
+    *groups, summary = play(servers, mine, losses=losses)
     outputs = list_outputs(groups)
     assert [output.token_ids for output in outputs] == [list(range(1, 10))] * len(outputs) and not summary.cancelled
     assert all(output.logprobs == [-float(token) for token in output.token_ids] for output in outputs)
@@ -94,6 +98,8 @@ def test_a_server_dies_and_its_samples_go_on_elsewhere_from_their_tokens(dies_af
     assert servers[0].is_dead and mine.state.round is None
     moved = [(prompt, params) for prompt, params in servers[1].asked if len(prompt) > 1]
     assert bool(moved) == (dies_after > 0)
+    assert losses[0].servers == 1 and losses[0].samples >= len(moved)
+    assert losses[0].tokens == sum(len(prompt) - 1 for prompt, _ in moved)
     for prompt, params in moved:
         assert len(prompt) - 1 == dies_after and params["max_new_tokens"] == 50 - dies_after
         assert params["custom_params"][GENERATED_PARAM] == dies_after

@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from sglang_pat.rollout.fleet import PART_TOKENS, FleetBackend
+from sglang_pat.rollout.fleet import PART_TOKENS, FleetBackend, Losses
 from sglang_pat.rollout.http import HttpBackend
 from sglang_pat.rollout.loop import EngineLoop
 from sglang_pat.rollout.rounds import RolloutCalls, RolloutRound
@@ -29,12 +29,15 @@ class RolloutClient(RolloutCalls):
             ``text`` is empty.
         api_key: of the server, the administrator's if it has both: it is needed to abort.
         name: name of this client's rounds in ``/pat/status``; training jobs that share a server need different ones.
+
+    Attributes:
+        losses: servers that were lost in the rounds so far, and what they had.
     """
 
     def __init__(
         self, url: str | Sequence[str], tokenizer: Any = None, api_key: str | None = None, name: str = "default"
     ) -> None:
-        self.urls = url
+        self.urls, self.losses = url, Losses()
         self._tokenizer, self._name, self._loop = tokenizer, name, EngineLoop()
         self._headers = {"Content-Type": "application/json"}
         if api_key:
@@ -73,7 +76,7 @@ class RolloutClient(RolloutCalls):
                 def connect(url: str) -> HttpBackend:
                     return HttpBackend(url, session, self._tokenizer, self._name, PART_TOKENS)
 
-                backend = FleetBackend(self.urls, connect, self._tokenizer)
+                backend = FleetBackend(self.urls, connect, self._tokenizer, self.losses)
             try:
                 yield backend
             finally:

@@ -38,6 +38,15 @@ MARGIN = 16
 
 
 @dataclass
+class Losses:
+    """Sums over a client's rounds: servers that were lost, samples that they had, tokens of these that were kept."""
+
+    servers: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+
+@dataclass
 class _Server:
     """A server: ``samples`` that it has; ``backend``: None while it is lost; ``updates`` when it joined."""
 
@@ -53,10 +62,13 @@ class FleetBackend:
     Args:
         connect: makes the backend of a server, from its address.
         tokenizer: see :class:`~.client.RolloutClient`.
+        losses: where what is lost is added.
     """
 
-    def __init__(self, urls: Sequence[str], connect: Callable[[str], HttpBackend], tokenizer: Any) -> None:
-        self._servers = [_Server(url) for url in urls]
+    def __init__(
+        self, urls: Sequence[str], connect: Callable[[str], HttpBackend], tokenizer: Any, losses: Losses
+    ) -> None:
+        self._servers, self._losses = [_Server(url) for url in urls], losses
         self._connect, self._tokenizer = connect, tokenizer
         self._homes: dict[str, _Server] = {}
         """Server of each prompt, which has its KV."""
@@ -136,7 +148,9 @@ class FleetBackend:
                     self._at[rid] = None
                     self._lose(server, backend, error)
                     lost, at_once = lost + error.had, at_once + (error.had and not error.output.token_ids)
+                    self._losses.samples += 1
                     if goes_on:
+                        self._losses.tokens += len(error.output.token_ids)
                         output = output.concatenate(error.output)
                     if output.finish_reason:
                         break  # its last token was there, and the end was not said
@@ -211,6 +225,7 @@ class FleetBackend:
         logger.warning("%s is lost, its samples go on elsewhere: %s", server.url, error)
         self._why[server.url] = str(error)
         self._updates += backend.count_updates() - server.updates
+        self._losses.servers += 1
         server.backend = None
         backend.lose(error)
         end = asyncio.ensure_future(backend.close())
