@@ -33,6 +33,9 @@ MODES = {
     "stream_lent": (0, ("actor_rollout_ref.actor.fsdp_config.fsdp_size=1", f"{ROLLOUT}.calculate_log_probs=false")),
 }  # fmt: skip
 """First engine, and options, by trainer mode."""
+LEFT = ("torch_", "sglang_loads_")
+"""What a killed engine may leave in shared memory: weights on their way to it from a trainer without a GPU, and a file
+of SGLang 0.5.23's own (its ``stale_shm_cleanup.py`` says so)."""
 
 
 def run(verl_job, tmp_path, monkeypatch, kills: str, mode: str = "sync", more: tuple[str, ...] = ()) -> jobs.Job:
@@ -48,10 +51,10 @@ def run(verl_job, tmp_path, monkeypatch, kills: str, mode: str = "sync", more: t
     assert "Failed to complete async request" not in job.log, "verl's client tries for long to reach a dead engine"
     assert jobs.nothing_left("VERL_FILE_LOGGER_PATH", str(job.out / "metrics.jsonl"))
     left = list_segments() - segments
-    weights = {name for name in left if name.startswith("torch_")}
-    for name in weights:  # of a trainer without a GPU, on their way to an engine that died
+    known = {name for name in left if name.startswith(LEFT)}
+    for name in known:
         Path("/dev/shm", name).unlink()
-    assert left == weights
+    assert left == known
     return job
 
 
