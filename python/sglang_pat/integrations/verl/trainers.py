@@ -97,9 +97,9 @@ class CheckedTrainer(PPOTrainer):
         super()._setup()
         for manager, servers in FLEETS.items() if self.is_adaptive else ():
             if hasattr(self, manager):
-                # verl has the trainer's own replicas join and leave the balancer of the standalone ones.
-                joins = manager != "checkpoint_manager" or self.mode != "separate_async"
                 own_gpus = manager != "checkpoint_manager"
+                # verl has the trainer's own replicas join and leave the balancer of the standalone ones.
+                joins = own_gpus or self.mode != "separate_async"
                 fleet = Fleet(getattr(self, manager), getattr(self, servers), joins, own_gpus)
                 setattr(self, manager, fleet)
                 self.fleets = [*self.fleets, fleet]
