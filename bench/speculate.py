@@ -42,8 +42,11 @@ def make_round(rng: random.Random, lengths: list[int], tokens: range) -> list[di
 
 
 def run(model: Path, way: str, lengths: list[int], profile: Path | None, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each kind of round; the first rounds of an engine are not counted."""
-    flags = (*BASE, "--pat-speculate", way, *(("--pat-profile", str(profile)) if profile else ()))
+    """Seconds of each kind of round; the first rounds of an engine are not counted.
+
+    Without ``profile`` a number of drafts is checked in each step.
+    """
+    flags = (*BASE, "--pat-speculate", way, *(("--pat-profile", str(profile)) if way == "auto" else ()))
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     rng = random.Random(46)
     with Server(model, *flags, max_total_tokens=32768, dtype="bfloat16") as server:

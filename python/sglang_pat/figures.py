@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.messages import SwitchRecord
+from sglang_pat.messages import StepCounts, SwitchRecord
 
 job_log = logging.getLogger("sglang_pat.job")
 """A line at the start, and one a step.  RL frameworks silence SGLang below errors: there this one has a level of its
@@ -46,7 +46,7 @@ class Figures:
         switches: number of switches between layouts; ``aborted_switches`` are not among them.
         pause_seconds: seconds of their pauses.
         seconds: time with requests in the engine, not paused by a client, by TP degree in force.
-        draft_steps: decode steps of a replica that checked ``drafts``, of which ``right_drafts`` were right.
+        decode_steps, draft_steps, drafts, right_drafts, seconds_saved: see :class:`~sglang_pat.messages.StepCounts`.
     """
 
     requests: int = 0
@@ -54,9 +54,11 @@ class Figures:
     aborted_switches: int = 0
     pause_seconds: float = 0.0
     seconds: Mapping[int, float] = field(default_factory=dict[int, float])
+    decode_steps: int = 0
     draft_steps: int = 0
     drafts: int = 0
     right_drafts: int = 0
+    seconds_saved: float = 0.0
 
     @classmethod
     def from_status(cls, status: Mapping[str, Any]) -> Figures:
@@ -81,7 +83,11 @@ class Figures:
         whole = sum(self.seconds.values())
         shares = [f"{seconds / whole:.0%} in tp{tp}" for tp, seconds in sorted(self.seconds.items()) if seconds > 0]
         aborted = f", {self.aborted_switches} aborted" if self.aborted_switches else ""
-        drafts = f", {self.right_drafts} of {self.drafts} drafts right" if self.drafts else ""
+        drafts = ""
+        if self.drafts:
+            share = self.draft_steps / max(self.decode_steps, 1)
+            drafts = f", {share:.0%} of steps with drafts, {self.right_drafts} of {self.drafts} right"
+            drafts += f", which saved {self.seconds_saved:.1f} s by the profile" if self.seconds_saved else ""
         return (
             f"{self.requests} requests in {whole:.1f} s ({', '.join(shares)}), "
             f"{self.switches} switches{aborted}, {self.pause_seconds:.3f} s paused by them{drafts}"
@@ -98,6 +104,9 @@ def compute_metrics(engines: Collection[Figures]) -> dict[str, float]:
     if drafts := sum(one.drafts for one in engines):
         metrics["rollout/drafts"] = float(drafts)
         metrics["rollout/right_drafts"] = float(sum(one.right_drafts for one in engines))
+        steps = sum(one.decode_steps for one in engines)
+        metrics["rollout/share_of_steps_with_drafts"] = sum(one.draft_steps for one in engines) / max(steps, 1)
+        metrics["rollout/seconds_saved_by_drafts"] = sum(one.seconds_saved for one in engines) / len(engines)
     for tp in sorted({tp for one in engines for tp in one.seconds}):
         metrics[f"rollout/seconds/tp{tp}"] = sum(one.seconds.get(tp, 0.0) for one in engines) / len(engines)
     return metrics
@@ -118,7 +127,7 @@ class Account:
         self.requests = self._switches = self._aborted = 0
         self.records: deque[SwitchRecord] = deque(maxlen=RECORDS)
         self._pause_seconds = 0.0
-        self._drafts = (0, 0, 0)
+        self._counts = StepCounts()
         self._seconds = dict.fromkeys(degrees, 0.0)
         self._since: float | None = None
         """Time since which there has been work; None: there is none."""
@@ -137,14 +146,12 @@ class Account:
         self._aborted += bool(record.error)
         self._pause_seconds += record.pause_seconds
 
-    def record_drafts(self, drafts: tuple[int, int, int]) -> None:
-        """Note steps that checked drafts, drafts and right ones."""
-        steps, checked, right = self._drafts
-        self._drafts = steps + drafts[0], checked + drafts[1], right + drafts[2]
+    def record_steps(self, counts: StepCounts) -> None:
+        self._counts = self._counts.add(counts)
 
     def get_totals(self) -> Figures:
         counts = self.requests, self._switches, self._aborted, self._pause_seconds
-        return Figures(*counts, dict(self._seconds), *self._drafts)
+        return Figures(*counts, dict(self._seconds), *self._counts)
 
     def get_status(self) -> dict[str, Any]:
         """Fields of ``/pat/status``."""

@@ -9,7 +9,7 @@ encoded here.
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import msgspec
 
@@ -162,6 +162,24 @@ class Decoded(msgspec.Struct, frozen=True, array_like=True):
     seconds: float = 0.0
     requests: int = 0
     tokens: int = 0
+
+
+class StepCounts(NamedTuple):
+    """Sums over decode steps of replicas.
+
+    Attributes:
+        draft_steps: steps of ``decode_steps`` that checked ``drafts``, of which ``right_drafts`` were right.
+        seconds_saved: seconds that plain steps for the same tokens would have taken more, by the profile; 0 without.
+    """
+
+    decode_steps: int = 0
+    draft_steps: int = 0
+    drafts: int = 0
+    right_drafts: int = 0
+    seconds_saved: float = 0.0
+
+    def add(self, other: StepCounts) -> StepCounts:
+        return StepCounts(*map(sum, zip(self, other, strict=True)))
 
 
 GENERATED_PARAM = "pat_generated"
@@ -437,7 +455,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         rounds: names of the rounds that they belong to.
         finished: responses that ended since the last report.
         decoded: decode steps since the last report.
-        drafts: steps with drafts, drafts and right ones since the last report.
+        counts: sums since the last report.
         chances: how likely drafts are right (:class:`~sglang_pat.policies.snapshot.Snapshot`).
     """
 
@@ -457,7 +475,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     finished: list[Finished] = []
     kv_totals: dict[int, int] = {}
     decoded: Decoded = Decoded()
-    drafts: tuple[int, int, int] = (0, 0, 0)
+    counts: StepCounts = StepCounts()
     chances: list[float] = []
 
 

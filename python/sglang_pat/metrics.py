@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.messages import SwitchRecord
+from sglang_pat.messages import StepCounts, SwitchRecord
 from sglang_pat.predict.correction import BATCH, CONTEXT, StepFactor
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -38,6 +38,8 @@ class SwitchMetrics:
             ["tp"],
             multiprocess_mode="mostrecent",
         )
+        self._decode_steps = Counter("sglang_pat_decode_steps_total", "Decode steps of replicas.")
+        self._draft_steps = Counter("sglang_pat_draft_steps_total", "Decode steps that checked drafts.")
         self._drafts = Counter("sglang_pat_drafts_total", "Drafts that were checked.")
         self._right_drafts = Counter("sglang_pat_right_drafts_total", "Drafts that were right.")
         self._config = config
@@ -52,9 +54,11 @@ class SwitchMetrics:
         for tp, factor in by_degree.items():
             self._factor.labels(tp).set(factor.scale)
 
-    def count_drafts(self, checked: int, right: int) -> None:
-        self._drafts.inc(checked)
-        self._right_drafts.inc(right)
+    def count_steps(self, counts: StepCounts) -> None:
+        self._decode_steps.inc(counts.decode_steps)
+        self._draft_steps.inc(counts.draft_steps)
+        self._drafts.inc(counts.drafts)
+        self._right_drafts.inc(counts.right_drafts)
 
     def observe(self, record: SwitchRecord) -> None:
         outcome = "aborted" if record.error else "done"

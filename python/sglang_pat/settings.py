@@ -139,8 +139,8 @@ SETTINGS = (
     Setting(
         "speculate", "off",
         "Draft tokens from the prompt, the response and those to the same prompt, and check them in the decode step, "
-        "without a change of the output. N: up to N drafts a request in each step. auto: as many as pay by the profile "
-        "and by how many were right.", "off|auto|N",
+        "without a change of the output. auto: up to 8 drafts of a request, as many as pay by the profile and by how many "
+        "were right. N: up to N; without a profile in each step, whether they pay or not.", "off|auto|N",
     ),
 )  # fmt: skip
 """The settings that have a flag.  The base layout is ``--tp`` and ``--dp`` there."""

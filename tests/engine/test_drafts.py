@@ -204,23 +204,27 @@ async def test_an_update_in_the_middle_of_right_drafts(servers, marker, session)
     await asyncio.to_thread(check_idle, server)
 
 
-@pytest.mark.parametrize("rows", ["cheap", "dear"])
-def test_as_many_drafts_as_pay(servers, llama, deployment, tmp_path, rows):
+@pytest.mark.parametrize(("rows", "given"), [("cheap", "auto"), ("dear", str(DRAFTS))])
+def test_as_many_drafts_as_pay(servers, llama, deployment, tmp_path, rows, given):
     """Two profiles: in one a step of sixteen requests takes 1.2 times as long as one of a single request, in the other
-    one sixteen times."""
+    one sixteen times.  With a profile a given number is the most."""
     made, path = make_profile(deployment, tp2_with_16=0.012), tmp_path / "profile.json"
     if rows == "dear":
         decode = tuple(msgspec.structs.replace(point, seconds=0.01 * point.batch) for point in made.decode)
         made = msgspec.structs.replace(made, decode=decode)
     profiles.save(made, path)
-    server = servers.adaptive(llama, 2, "--pat-speculate", "auto", "--pat-profile", str(path))
+    server = servers.adaptive(llama, 2, "--pat-speculate", given, "--pat-profile", str(path))
     server.reconfigure(2)
     known = body(70, 200)
     first, second, third = [server.generate([known])[0] for _ in range(3)]
     assert tokens([second, third]) == [first["output_ids"]] * 2
+    totals = server.status()["totals"]
     if rows == "dear":
         assert [count(answer, "num_proposed_drafts") for answer in (second, third)] == [0, 0]
+        assert totals["draft_steps"] == 0 < totals["decode_steps"] <= 3 * 199
         return
+    assert 0 < totals["draft_steps"] < totals["decode_steps"] < 3 * 199
+    assert totals["seconds_saved"] > 1, "of 2 to 4 s"
     assert count(third, "num_correct_drafts") > 140 and count(third, "verify_ct") < 50
     # Drafts for what was never said are wrong, and soon there are few.
     new = [server.generate([body(71 + i, 200)])[0] for i in range(3)]

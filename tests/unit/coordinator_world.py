@@ -184,7 +184,7 @@ class World:
         assert held == 0 or len(snapshot.load) == 0 and (len(snapshot.coming) or not self.config.predicts)
         self.decisions.append((snapshot, decision))
 
-    def record_drafts(self, checked: int, right: int) -> None: ...
+    def record_steps(self, counts: m.StepCounts) -> None: ...
 
     def log_response(self, response: m.Finished) -> None:
         self.responses.append(response)

@@ -96,7 +96,7 @@ class World:
     def log_decision(self, snapshot, decision) -> None:
         self.log.append(encode_event("decision", snapshot=snapshot, decision=decision))
 
-    def record_drafts(self, checked: int, right: int) -> None: ...
+    def record_steps(self, counts: m.StepCounts) -> None: ...
 
     def log_response(self, response: m.Finished) -> None:
         about = dict(length=response.length, family=response.family, finished=not response.cut)

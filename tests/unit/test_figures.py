@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -77,8 +78,9 @@ def test_lines():
     assert STEP.format_line() == "512 requests in 40.0 s (60% in tp1, 40% in tp8), 2 switches, 0.021 s paused by them"
     assert "2 switches, 1 aborted, 0.021 s" in Figures(512, 2, 1, 0.0213, {1: 24.0}).format_line()
     assert STEP + STEP.subtract(STEP) == STEP
-    drafted = Figures(512, 2, 0, 0.0213, {1: 24.0}, draft_steps=90, drafts=400, right_drafts=150)
-    assert drafted.format_line().endswith(" s paused by them, 150 of 400 drafts right")
+    drafted = Figures(512, 2, 0, 0.0213, {1: 24.0}, decode_steps=900, draft_steps=90, drafts=400, right_drafts=150)
+    assert drafted.format_line().endswith(" s paused by them, 10% of steps with drafts, 150 of 400 right")
+    assert replace(drafted, seconds_saved=1.25).format_line().endswith("right, which saved 1.2 s by the profile")
     assert (drafted + drafted).subtract(drafted) == drafted
     assert Figures(1).format_line().startswith("1 requests in 0.0 s"), "answered before anybody looked"
 
@@ -100,9 +102,14 @@ def test_figures_of_several_engines():
         "rollout/switches": 3.0, "rollout/aborted_switches": 1.0, "rollout/pause_seconds": pytest.approx(0.01065),
         "rollout/seconds/tp1": 27.0, "rollout/seconds/tp2": 0.0, "rollout/seconds/tp8": 8.0,
     }  # fmt: skip
-    drafted = [STEP, Figures(drafts=400, right_drafts=150), Figures(drafts=8, right_drafts=2)]
+    drafted = [
+        STEP,
+        Figures(decode_steps=900, draft_steps=90, drafts=400, right_drafts=150, seconds_saved=3.0),
+        Figures(decode_steps=100, draft_steps=10, drafts=8, right_drafts=2),
+    ]
     found = figures.compute_metrics(drafted)
     assert (found["rollout/drafts"], found["rollout/right_drafts"]) == (408.0, 152.0)
+    assert (found["rollout/share_of_steps_with_drafts"], found["rollout/seconds_saved_by_drafts"]) == (0.1, 1.0)
     status = {
         "totals": {"requests": 1, "switches": 0, "aborted_switches": 0, "pause_seconds": 0.0, "seconds": {"2": 1.5}}
     }

@@ -98,9 +98,9 @@ class Sockets:
         if self._metrics and record.reason != CALIBRATION:
             self._metrics.observe(record)
 
-    def record_drafts(self, checked: int, right: int) -> None:
+    def record_steps(self, counts: messages.StepCounts) -> None:
         if self._metrics:
-            self._metrics.count_drafts(checked, right)
+            self._metrics.count_steps(counts)
 
     def record_training_step(self, step: Figures) -> None:
         job_log.info("step: %s", step.format_line())

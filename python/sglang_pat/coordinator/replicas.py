@@ -30,8 +30,8 @@ class Outbox(Protocol):
     def record_switch(self, record: m.SwitchRecord) -> None:
         """Tell logs and metrics of a switch that ended."""
 
-    def record_drafts(self, checked: int, right: int) -> None:
-        """Tell metrics of drafts that a replica has checked, and how many were right."""
+    def record_steps(self, counts: m.StepCounts) -> None:
+        """Tell metrics of a replica's decode steps."""
 
     def record_training_step(self, step: Figures) -> None:
         """Tell that a step of whoever trains ended, and what it took."""

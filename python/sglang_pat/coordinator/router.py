@@ -275,8 +275,8 @@ class Coordinator:
 
     def _load_report(self, report: m.LoadReport, now: float) -> None:
         self._retracted += report.retracted
-        self.account.record_drafts(report.drafts)
-        self._outbox.record_drafts(*report.drafts[1:])
+        self.account.record_steps(report.counts)
+        self._outbox.record_steps(report.counts)
         self._decisions.round.retracted += 0 if self._decisions.calibrating else report.retracted
         for response in () if self._decisions.calibrating else report.finished:
             self._schedule.record_response_end(response.length)

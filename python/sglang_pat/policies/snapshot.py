@@ -68,7 +68,7 @@ class Snapshot:
         doubts: standard deviation of the logarithm of each factor over that of ``tp``, for the present load; 0 where
             there is none.
         chances: probability of the first, second, … draft of a request that it and those before it are right, of late;
-            empty where the profile does not choose drafts (``--pat-speculate auto``).
+            empty where nothing is drafted.
     """
 
     now: float

@@ -20,6 +20,7 @@ from sglang_pat.messages import (
     RankTrace,
     Running,
     Step,
+    StepCounts,
     TraceQuery,
     count_prefix_tokens,
     get_length_limit,
@@ -55,7 +56,7 @@ class LoadReporter:
         """Number of generation requests taken from the input socket so far."""
         self.retracted = 0
         """Number of requests put back into the queue for want of KV since the last report, while this rank led."""
-        self._drafts = (0, 0, 0)
+        self._counts = StepCounts()
         self._finished: list[Finished] = []
         self._decoded: list[Step] = []
         """Decode steps since the last report that followed another one."""
@@ -89,10 +90,9 @@ class LoadReporter:
         """Record a decode step that followed another one."""
         self._decoded.append(step)
 
-    def record_drafts(self, checked: int, right: int) -> None:
-        """Record a step that checked so many drafts."""
-        steps, before, right_before = self._drafts
-        self._drafts = steps + 1, before + checked, right_before + right
+    def count(self, counts: StepCounts) -> None:
+        """Add ``counts`` to those of the next report."""
+        self._counts = self._counts.add(counts)
 
     def report_if_due(self, batch: ScheduleBatch | None) -> None:
         """Report if due.  ``batch`` is about to run."""
@@ -143,11 +143,11 @@ class LoadReporter:
                 finished=self._finished,
                 kv_totals=scheduler.layouts.kv_totals,
                 decoded=_sum_steps(self._decoded),
-                drafts=self._drafts,
+                counts=self._counts,
                 chances=scheduler.speculation.chances,
             )
         )
-        self._finished, self.retracted, self._decoded, self._drafts = [], 0, [], (0, 0, 0)
+        self._finished, self.retracted, self._decoded, self._counts = [], 0, [], StepCounts()
 
 
 def _sum_steps(steps: list[Step]) -> Decoded:
@@ -212,8 +212,10 @@ class StepTrace:
         if scheduler.is_leader:
             step = Step(now, seconds, tp, kind, requests, tokens)
             self._steps.append(step)
-            if kind == "decode" and before == self._after:
-                scheduler.load.record_decode_step(step)
+            if kind == "decode":
+                scheduler.load.count(StepCounts(decode_steps=1))
+                if before == self._after:
+                    scheduler.load.record_decode_step(step)
 
     def answer_query(self, scheduler: SwitchingScheduler, query: TraceQuery) -> None:
         """Send the steps since the last query."""

@@ -16,7 +16,7 @@ from sglang_pat.host import batches, loop, outputs, verify
 from sglang_pat.host import requests as host
 from sglang_pat.host.batches import ScheduleBatch
 from sglang_pat.host.requests import Req
-from sglang_pat.messages import EndedText, SiblingTexts
+from sglang_pat.messages import EndedText, SiblingTexts, StepCounts
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile
 from sglang_pat.speculate.acceptance import GAIN, KEYS, MOST_ROWS, Acceptance, choose_counts
@@ -52,10 +52,9 @@ class Speculation:
     def __init__(self, scheduler: SwitchingScheduler, profile: Profile | None) -> None:
         self._scheduler = scheduler
         self.most = scheduler.adaptive.most_drafts
-        self._predictor = None
-        if scheduler.adaptive.speculate == "auto":
-            assert profile is not None, "the configuration has checked it"
-            self._predictor = Predictor(profile)
+        self._predictor = Predictor(profile) if profile else None
+        self._seconds = np.zeros(1)
+        """Seconds of a step with 0, 1, … drafts of all requests together, at the last choice by the profile."""
         self._drafter, self.acceptance = Drafter(), Acceptance(self.most)
         self._wanted = False
         self._counts: list[int] = []
@@ -127,14 +126,14 @@ class Speculation:
             return [min(count, most // len(reqs)) for count in allowed]
         most, tp = min(most, self.most * len(reqs)), self._scheduler.layouts.layout.tp
         rows = len(reqs) + np.arange(most + 1)
-        seconds = np.asarray(self._predictor.step_seconds(tp, rows, tokens / len(reqs) * rows))
-        tokens_a_second = rows / seconds  # if all were right
+        self._seconds = np.asarray(self._predictor.step_seconds(tp, rows, tokens / len(reqs) * rows))
+        tokens_a_second = rows / self._seconds  # if all were right
         if tokens_a_second.max() < GAIN * tokens_a_second[0]:
             return []
         self._matches = [self._drafter.find_match(*_get_texts(req)) for req in reqs]
         chances = [self.acceptance.estimate(match)[:count] for match, count in zip(self._matches, allowed, strict=True)]
         self.chances = [sum(sum(each[place : place + 1]) for each in chances) / len(reqs) for place in range(self.most)]
-        return choose_counts(chances, seconds)
+        return choose_counts(chances, self._seconds)
 
     def _count_rows(self) -> int:
         """Most rows of a step: attention back ends have room for as many as may run, graphs for those captured."""
@@ -145,7 +144,12 @@ class Speculation:
         """Note how many drafts of each request were right, before their tokens go out."""
         self._record_right(checked.right)
         if self._scheduler.is_leader:
-            self._scheduler.load.record_drafts(sum(map(len, checked.drafts)), sum(checked.right))
+            drafts, right = sum(map(len, checked.drafts)), sum(checked.right)
+            saved = 0.0
+            if self._predictor is not None:
+                plain_steps = 1 + right / len(checked.reqs)
+                saved = float(plain_steps * self._seconds[0] - self._seconds[drafts])
+            self._scheduler.load.count(StepCounts(0, 1, drafts, right, saved))
         for req, drafted, right in zip(checked.reqs, checked.drafts, checked.right, strict=True):
             steps, proposed, correct = req.pat_drafts
             req.pat_drafts = steps + bool(drafted), proposed + len(drafted), correct + right
