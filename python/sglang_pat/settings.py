@@ -139,7 +139,7 @@ SETTINGS = (
     Setting(
         "speculate", "off",
         "Draft tokens from the prompt, the response and those to the same prompt, and check them in the decode step, "
-        "without a change of the output. auto: up to 8 drafts of a request, as many as pay by the profile and by how many "
+        "without a change of the output. auto: up to 8 drafts a request, as many as pay by the profile and by how many "
         "were right. N: up to N; without a profile in each step, whether they pay or not.", "off|auto|N",
     ),
 )  # fmt: skip
