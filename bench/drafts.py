@@ -1,11 +1,15 @@
 """How many drafted tokens are what a policy samples: for speculation without a draft model.
 
     python bench/drafts.py [--quick] [--models FOLDER ...] [--temperatures 1.0 0.7] [--json FILE]
+    python bench/drafts.py --texts FILE [--models FOLDER]
 
 Groups of responses to problems of ``gsm_symbolic`` (reasoning-gym), from an engine.  For the two longest of each group
 the next ``k`` tokens are drafted at every step by the engine's ``Drafter``.  A drafted token counts if it is the one
 that was sampled, as in a step of the engine that checks drafts.  Of several ``--models`` each is a later state of the
 one before, and drafts from that one's responses to the same problem, too.
+
+With ``--texts`` the responses are yours: a line of JSON for each prompt, ``{"prompt": "…", "responses": ["…", "…"]}``.
+Drafts are for each of them, and the others have ended.  No engine is started.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, nan
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -39,11 +43,18 @@ TAIL = 2
 
 
 class Group(msgspec.Struct):
-    """Responses to one prompt, and the probability with which each of their tokens was sampled."""
+    """Responses to one prompt, and the probability with which each of their tokens was sampled, if it is known."""
 
     prompt: list[int]
     responses: list[list[int]]
-    probabilities: list[list[float]]
+    probabilities: list[list[float]] = []
+
+
+class Texts(msgspec.Struct):
+    """A line of ``--texts``."""
+
+    prompt: str
+    responses: list[str]
 
 
 @dataclass(frozen=True)
@@ -72,25 +83,27 @@ def replay(prompt: Sequence[int], response: Sequence[int], ended: Sequence[Seque
     return steps
 
 
-def count_accepted(groups: Sequence[Group], before: Sequence[Group] | None) -> list[dict[str, Any]]:
-    """A row for each source and number of drafted tokens."""
+def count_accepted(groups: Sequence[Group], before: Sequence[Group] | None, tail: int) -> list[dict[str, Any]]:
+    """A row for each source and number of drafted tokens.  Drafts are for the ``tail`` longest of each group."""
     rows = []
     for name in ("itself", "and its siblings", "and those of the last epoch")[: 2 + bool(before)]:
-        work: list[tuple[Group, list[int], list[list[int]]]] = []
+        work: list[tuple[Group, int, list[list[int]]]] = []
         for number, group in enumerate(groups):
             order = sorted(range(len(group.responses)), key=lambda i: len(group.responses[i]))
-            ended = [group.responses[i] for i in order[:-TAIL]] if name != "itself" else []
-            if before and "epoch" in name:
-                ended += before[number].responses
-            work.append((group, order[-TAIL:], ended))
+            for i in order[-tail:]:
+                others = order[:-tail] or [other for other in order if other != i]
+                ended = [group.responses[other] for other in others] if name != "itself" else []
+                if before and "epoch" in name:
+                    ended += before[number].responses
+                work.append((group, i, ended))
         for count in LENGTHS:
             steps: list[Step] = []
             pairs: list[tuple[float, float]] = []
-            for group, tail, ended in work:
-                for i in tail:
-                    taken = replay(group.prompt, group.responses[i], ended, count)
-                    pairs.append((mean(group.probabilities[i]), len(group.responses[i]) / len(taken)))
-                    steps += taken
+            for group, i, ended in work:
+                taken = replay(group.prompt, group.responses[i], ended, count)
+                sure = mean(group.probabilities[i]) if group.probabilities else nan
+                pairs.append((sure, len(group.responses[i]) / len(taken)))
+                steps += taken
             rows.append(
                 {
                     "drafts from": name, "k": count, "tokens a step": mean(step.right + 1 for step in steps),
@@ -135,11 +148,29 @@ def sample(model: Path, temperature: float, problems: Sequence[str], group: int,
     return groups
 
 
+def read_texts(file: Path, model: Path) -> list[Group]:
+    """Groups of ``file``, see above, by the tokenizer of ``model``."""
+    tokenizer = load_transformers().AutoTokenizer.from_pretrained(model)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text)["input_ids"]
+
+    lines = [msgspec.json.decode(line, type=Texts) for line in file.read_bytes().splitlines() if line.strip()]
+    return [Group(encode(line.prompt), [encode(response) for response in line.responses]) for line in lines]
+
+
 def draw_problems(count: int) -> list[str]:
     from reasoning_gym.factory import create_dataset
 
     entries = [entry["question"] for entry in create_dataset("gsm_symbolic", seed=46, size=2 * count)]
     return random.Random(46).sample(list(dict.fromkeys(entries)), count)
+
+
+def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    table = Table("drafts from", "k", "tokens a step", "right", title=title)
+    for row in rows:
+        table.add_row(row["drafts from"], str(row["k"]), f"{row['tokens a step']:.2f}", f"{row['right']:.2f}")
+    Console(width=110).print(table)
 
 
 def main() -> int:
@@ -149,23 +180,27 @@ def main() -> int:
     parser.add_argument("--problems", type=int, default=48)
     parser.add_argument("--responses", type=int, default=8, help="to each problem (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=256, help="of a response at most (default: %(default)s)")
+    parser.add_argument("--texts", type=Path, metavar="FILE", help="responses of your own")
     args = parser.parse_args()
     if args.quick:
         args.problems, args.responses, args.tokens, args.temperatures = 2, 4, 48, args.temperatures[-1:]
     machine, found = _bench.about(), {}
     folders = args.models or [models.make_smollm2(Path(".cache/models/smollm2"))]
+    if args.texts:
+        groups = read_texts(args.texts, folders[0])
+        rows = count_accepted(groups, None, max(len(group.responses) for group in groups))
+        show(f"{sum(len(one) for group in groups for one in group.responses)} tokens", rows)
+        _bench.write(args.json, machine=machine, found={args.texts.name: {"rows": rows}})
+        return 0
     problems = draw_problems(args.problems)
     for temperature in args.temperatures:
         before: list[Group] | None = None
         for folder in folders:
             groups = sample(folder, temperature, problems, args.responses, args.tokens)
             sampled = [p for group in groups for one in group.probabilities for p in one]
-            rows = count_accepted(groups, before)
+            rows = count_accepted(groups, before, TAIL)
             title = f"{folder.name}, temperature {temperature}: {len(sampled)} tokens of mean probability"
-            table = Table("drafts from", "k", "tokens a step", "right", title=f"{title} {mean(sampled):.3f}")
-            for row in rows:
-                table.add_row(row["drafts from"], str(row["k"]), f"{row['tokens a step']:.2f}", f"{row['right']:.2f}")
-            Console(width=110).print(table)
+            show(f"{title} {mean(sampled):.3f}", rows)
             found[f"{folder.name} {temperature}"] = {"probability": mean(sampled), "rows": rows}
             _bench.write(args.json, machine=machine, found=found)
             before = groups
