@@ -179,7 +179,7 @@ class StepCounts(NamedTuple):
     seconds_saved: float = 0.0
 
     def add(self, other: StepCounts) -> StepCounts:
-        return StepCounts(*map(sum, zip(self, other, strict=True)))
+        return self._make(a + b for a, b in zip(self, other, strict=True))
 
 
 GENERATED_PARAM = "pat_generated"
