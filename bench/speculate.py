@@ -1,6 +1,6 @@
 """What drafts cost and gain in real rounds on two ranks: ``--pat-speculate`` off, at a number, and by itself, in turns.
 
-    python bench/speculate.py [--quick] [--profile FILE] [--ways off 4] [--turns 2] [--json FILE]
+    python bench/speculate.py [--quick] [--profile FILE] [--ways off 4] [--switches] [--turns 2] [--json FILE]
 
 ``wide``, a model of random weights in bfloat16, of which this kind of CPU multiplies five rows nearly as fast as one,
 as a GPU does.  Lengths are drawn beforehand, with a long tail.  A round of new prompts has drafts that are as good as
@@ -10,9 +10,11 @@ How many are right for a real policy: ``drafts.py``.
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +26,7 @@ from rich.table import Table
 from sglang_pat.demo.cases import MAKERS, WIDE
 from sglang_pat.testing.server import Server
 
-BASE = ("--tp", "1", "--dp", "2", "--adaptive-tp", "--pat-policy", "off")
+BASE = ("--tp", "1", "--dp", "2", "--adaptive-tp")
 KINDS = ("new", "again")
 PROMPT = 32
 """Tokens of a prompt."""
@@ -41,15 +43,11 @@ def make_round(rng: random.Random, lengths: list[int], tokens: range) -> list[di
     ]
 
 
-def run(model: Path, way: str, lengths: list[int], profile: Path | None, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each kind of round; the first rounds of an engine are not counted.
-
-    Without ``profile`` a number of drafts is checked in each step.
-    """
-    flags = (*BASE, "--pat-speculate", way, *(("--pat-profile", str(profile)) if way == "auto" else ()))
+def run(model: Path, flags: Sequence[str], lengths: list[int], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each kind of round; the first rounds of an engine are not counted."""
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     rng = random.Random(46)
-    with Server(model, *flags, max_total_tokens=32768, dtype="bfloat16") as server:
+    with Server(model, *BASE, *flags, max_total_tokens=32768, dtype="bfloat16") as server:
         for number in range(rounds + 1):
             requests = make_round(rng, lengths, range(5, 500))
             for kind in KINDS:
@@ -60,15 +58,24 @@ def run(model: Path, way: str, lengths: list[int], profile: Path | None, rounds:
     return seconds
 
 
+def list_flags(way: str, args: argparse.Namespace) -> list[str]:
+    """Flags of a way.  Without a profile a number of drafts is checked in each step, whether they pay or not."""
+    profile = ["--pat-profile", str(args.profile)] if args.switches or way == "auto" else []
+    return ["--pat-speculate", way, "--pat-policy", "survival" if args.switches else "off", *profile]
+
+
 def main() -> int:
     parser = _bench.options(__doc__, "one turn of one round with short responses; two minutes")
     parser.add_argument("--profile", type=Path, help="of this model on two ranks; with it auto takes its turn")
     parser.add_argument("--ways", nargs="+", default=["off", "4"], help="values of --pat-speculate")
+    parser.add_argument("--switches", action="store_true", help="survival decides on the layout; needs --profile")
     parser.add_argument("--rounds", type=int, default=2, help="of each turn (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=2, help="of each way (default: %(default)s)")
     parser.add_argument("--responses", type=int, default=16, help="of a round (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=300, help="of a response at most (default: %(default)s)")
     args = parser.parse_args()
+    if args.switches and not args.profile:
+        parser.error("--switches needs --profile FILE (python -m profiler.sweep makes one)")
     if args.quick:
         args.rounds, args.turns, args.tokens = 1, 1, 64
     machine, model = _bench.about(), MAKERS[WIDE]()
@@ -77,7 +84,7 @@ def main() -> int:
     found: dict[str, list[dict[str, list[float]]]] = {way: [] for way in [*args.ways, *(["auto"] * bool(args.profile))]}
     for _ in range(args.turns):
         for way, turns in found.items():
-            turns.append(run(model, way, lengths, args.profile, args.rounds))
+            turns.append(run(model, list_flags(way, args), lengths, args.rounds))
             _bench.write(args.json, machine=machine, lengths=lengths, found=found)
     table = Table("--pat-speculate", *(f"{kind}: seconds, times as fast" for kind in KINDS))
     for way, turns in found.items():
