@@ -183,6 +183,26 @@ async def test_a_pause_and_an_abort_find_plain_requests(server, session):
     await asyncio.to_thread(check_idle, server)
 
 
+async def test_requests_are_aborted_that_wait_with_tokens(servers, flat, session):
+    """Of eight responses to a prompt four wait after a merge.  All ranks draft alike from those that are aborted."""
+    server = servers.adaptive(flat, 2, *FLAGS, "--max-running-requests", "4")
+    bodies = [body(60, 300, rid=f"a-{i}", logit_bias={str(300 + i): 2.0}) for i in range(8)]
+    wanted = tokens(await asyncio.to_thread(servers.stock(flat).generate, bodies[:2]))
+    await asyncio.to_thread(server.reconfigure, 1)
+    work = await hold(server, session, bodies, step=100)
+    await server.set_schedule(session, {"tp": 2}, {"step": 102, "hold": True})
+    (record,) = (await server.wait_for_schedule(session))["switches"]
+    assert record["parked"] == 4, record
+    for one in bodies[2:]:
+        async with session.post(server.url + "/abort_request", json={"rid": one["rid"]}) as response:
+            assert response.status == 200
+    await server.set_schedule(session)
+    answers = [await one for one in work]
+    assert tokens(answers[:2]) == wanted
+    assert min(count(answer, "num_proposed_drafts") for answer in answers[:2]) > 20
+    await asyncio.to_thread(check_idle, server)
+
+
 async def test_an_update_in_the_middle_of_right_drafts(servers, marker, session):
     """Drafts of the old weights' token are checked with the new weights, and are wrong."""
     old, new = 100, 200

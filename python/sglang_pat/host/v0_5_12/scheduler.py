@@ -52,6 +52,8 @@ class RankScheduler(MendedScheduler):
         self.output = OutputSender(self.send_to_detokenizer, self.rank, self.describe_output)
         self._control = ControlSender(self.channel.send_sglang, self.end_waiting)
         self._silent = SenderWrapper(None)
+        # Followers tell nobody, but end what the leader ends: drafts come from it.
+        self._silent_control = ControlSender(lambda reply: None, self.end_waiting)
         self._idle_sleeper = self.idle_sleeper
         if self.recv_from_tokenizer is not None:
             assign(self, recv_from_rpc=RpcRelay(self.channel.send_sglang))
@@ -104,7 +106,7 @@ class RankScheduler(MendedScheduler):
         assign(
             self,
             send_to_detokenizer=self.output if leads else self._silent,
-            send_to_tokenizer=self._control if leads else self._silent,
+            send_to_tokenizer=self._control if leads else self._silent_control,
             idle_sleeper=self._idle_sleeper if leads else None,
             is_stats_logging_rank=leads,
             current_scheduler_metrics_enabled=self.enable_metrics
