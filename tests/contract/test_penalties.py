@@ -78,7 +78,8 @@ def test_histories_at_once_are_as_token_by_token(seed):
     histories = [[rng.randrange(rng.randint(1, VOCAB)) for _ in range(rng.choice([0, 1, 7, 150]))] for _ in reqs]
     batch = Batch(reqs)
     found = penalties.OrderedPenalties(VOCAB, batch, KINDS)
-    penalties.count_histories(found, histories)
+    counted = [history if penalties.is_penalized(req) else () for req, history in zip(reqs, histories, strict=True)]
+    penalties.count_histories(found, counted, [len(history) for history in histories])
 
     singles = [Batch([req]) for req in reqs]
     alone = [penalties.OrderedPenalties(VOCAB, single, KINDS) for single in singles]
@@ -130,7 +131,8 @@ def test_with_overlap_a_switch_changes_nothing(seed):
     def anew(decode: bool):
         made = penalties.OrderedPenalties(VOCAB, batch, KINDS)
         if made.is_required:
-            penalties.count_histories(made, [penalties.list_counted_tokens(req, True, decode)])
+            history = penalties.list_counted_tokens(req, True, decode)
+            penalties.count_histories(made, [history], [len(history)])
         return made
 
     req.output_ids = []

@@ -43,10 +43,9 @@ def count_allowed(req: Req) -> int:
     None where a token changes how the next one is sampled: the rows of a step are sampled all at once.
     """
     params = req.sampling_params
-    penalized = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1
     waits = params.min_new_tokens > len(req.output_ids)
     special = req.custom_logit_processor is not None or getattr(req, "return_sampling_mask", False)
-    if penalized or waits or special or req.grammar is not None or req.finished():
+    if penalties.is_penalized(req) or waits or special or req.grammar is not None or req.finished():
         return 0
     return params.max_new_tokens - len(req.output_ids) - 1
 

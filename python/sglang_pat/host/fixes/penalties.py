@@ -75,20 +75,35 @@ def make_sampling_info(batch: ScheduleBatch, decode: bool) -> SamplingBatchInfo:
     """
     info = adapter.penalties.make_sampling_info(batch)
     if info.penalizer_orchestrator.is_required:
-        count_histories(
-            info.penalizer_orchestrator, [list_counted_tokens(req, batch.enable_overlap, decode) for req in batch.reqs]
-        )
+        # Tokens are read where they count: min_new_tokens of one request makes this run for all.
+        histories = [
+            list_counted_tokens(req, batch.enable_overlap, decode) if is_penalized(req) else () for req in batch.reqs
+        ]
+        lengths = [max(len(req.output_ids) - decode, 0) for req in batch.reqs]
+        count_histories(info.penalizer_orchestrator, histories, lengths)
     return info
 
 
-def count_histories(penalties: penaltylib.BatchedPenalizerOrchestrator, histories: list[Sequence[int]]) -> None:
-    """Count all tokens of ``histories`` (``[requests]`` sequences of token ids) at once.
+def is_penalized(req: Req) -> bool:
+    """Whether the tokens of ``req`` change how its next one is sampled."""
+    params = req.sampling_params
+    return bool(params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1)
+
+
+def count_histories(
+    penalties: penaltylib.BatchedPenalizerOrchestrator, histories: Sequence[Sequence[int]], lengths: Sequence[int]
+) -> None:
+    """Count all generated tokens at once.
 
     The state is, bit for bit, that of SGLang's ``cumulate_output_tokens`` called for one token after the other.
+
+    Args:
+        histories: token ids of each request; none of one that is not penalized.
+        lengths: number of tokens of each request.
     """
-    lengths = [len(history) for history in histories]
     tokens = np.concatenate([np.asarray(history, dtype=np.int64) for history in histories])
-    row = upload(np.repeat(np.arange(len(lengths)), lengths), torch.int64, penalties.device)
+    counts = [len(history) for history in histories]
+    row = upload(np.repeat(np.arange(len(counts)), counts), torch.int64, penalties.device)
     place = row * penalties.vocab_size + upload(tokens, torch.int64, penalties.device)
     for penalizer in penalties.penalizers.values():
         if not penalizer.is_prepared():
