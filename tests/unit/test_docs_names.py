@@ -10,18 +10,7 @@ from pathlib import Path
 import pytest
 
 from . import code_names
-from .code_names import (
-    PACKAGE,
-    ROOT,
-    is_member,
-    list_files,
-    list_names_of_sglang,
-    list_objects,
-    make_module_name,
-    parse,
-    read_modules,
-    resolves,
-)
+from .code_names import PACKAGE, ROOT, list_files, list_names_of_sglang, list_objects, parse, resolves
 
 pytestmark = [pytest.mark.unit, pytest.mark.xdist_group(code_names.__name__)]
 
@@ -36,7 +25,7 @@ def test_roles_in_the_code_point_to_something():
         for path in list_files()
         for number, line in enumerate(path.read_text().splitlines(), 1)
         for role in ROLE.finditer(line)
-        if path != Path(__file__) and not resolves(read_modules()[make_module_name(path)], number, role.group(1))
+        if path != Path(__file__) and not resolves(role.group(1))
     ]
     assert not dangling
 
@@ -85,7 +74,7 @@ def is_there(text: str) -> bool:
     if name.endswith("…"):
         return any(each.startswith(name[:-1]) for each in list_last_names())
     if "." in name:
-        return any(f".{each}".endswith(f".{name}") for each in list_objects()) or is_member(name)
+        return resolves(name)
     return name in list_last_names() | list_constants() or name in (ROOT / "pyproject.toml").read_text()
 
 
