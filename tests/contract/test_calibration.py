@@ -94,15 +94,11 @@ def test_a_slow_machine_takes_fewer_turns(monkeypatch):
     assert manager.did == ["turn", 1, 2, 4, "turn", 4, 2, 1, 1, "flush", "over"]
 
 
-def test_a_layout_whose_steps_take_too_long_makes_fewer(monkeypatch):
-    async def slowly() -> Manager:
-        manager = Manager()
-        manager.decodes = asyncio.Event()
-        await asyncio.wait_for(calibration.calibrate(manager), 30)
-        return manager
-
+async def test_a_layout_whose_steps_take_too_long_makes_fewer(monkeypatch):
     monkeypatch.setattr(calibration, "MOST_SECONDS", 0.0)
-    manager = asyncio.run(slowly())
+    manager = Manager()
+    manager.decodes = asyncio.Event()
+    await asyncio.wait_for(calibration.calibrate(manager), 30)
     assert manager.did == [*["turn", 1, 2, 4, "turn", 4, 2, 1] * 2, 1, "flush", "over"]
 
 
@@ -139,31 +135,27 @@ def test_a_switch_that_fails_ends_it_and_is_logged(switch, caplog):
     assert "the profile is not calibrated: no memory" in caplog.text
 
 
-def test_first_requests_wait_for_it_and_it_does_not_wait_for_them(monkeypatch):
+async def test_first_requests_wait_for_it_and_it_does_not_wait_for_them(monkeypatch):
     """Three come at once: one leaves, one is aborted, and neither ever goes to a rank; its own request does."""
+    manager, measured = World(monkeypatch), asyncio.Event()
 
-    async def first_requests() -> None:
-        manager, measured = World(monkeypatch), asyncio.Event()
+    async def calibrate(manager) -> None:
+        made_up = dict(rid="made up", text="x", sampling_params={})
+        await asyncio.gather(manager.pat_generate_unlogged(**made_up), measured.wait())
 
-        async def calibrate(manager) -> None:
-            made_up = dict(rid="made up", text="x", sampling_params={})
-            await asyncio.gather(manager.pat_generate_unlogged(**made_up), measured.wait())
-
-        monkeypatch.setattr("sglang_pat.server.tokenizer.calibrate", calibrate)
-        manager._pat_calibrates = True
-        left, aborted, waits = (manager.ask(rid) for rid in ("left", "aborted", "waits"))
-        await settle()
-        assert manager.requests == ["made up"]
-        left.cancel()
-        manager.abort_request("aborted")
-        assert (await aborted)[0]["meta_info"]["finish_reason"]["type"] == "abort"
-        await manager.told("made up", "length")
-        await settle()
-        assert not waits.done() and manager.requests == ["made up"]
-        measured.set()
-        await settle()
-        assert manager.requests == ["made up", "waits"]
-        await manager.told("waits", "length")
-        await waits
-
-    asyncio.run(first_requests())
+    monkeypatch.setattr("sglang_pat.server.tokenizer.calibrate", calibrate)
+    manager._pat_calibrates = True
+    left, aborted, waits = (manager.ask(rid) for rid in ("left", "aborted", "waits"))
+    await settle()
+    assert manager.requests == ["made up"]
+    left.cancel()
+    manager.abort_request("aborted")
+    assert (await aborted)[0]["meta_info"]["finish_reason"]["type"] == "abort"
+    await manager.told("made up", "length")
+    await settle()
+    assert not waits.done() and manager.requests == ["made up"]
+    measured.set()
+    await settle()
+    assert manager.requests == ["made up", "waits"]
+    await manager.told("waits", "length")
+    await waits
