@@ -150,6 +150,8 @@ class World:
             assert self.preparing == obj.epoch and self.commanded is None
         elif isinstance(obj, m.Cancel):
             assert self.preparing == obj.epoch and self.commanded is None
+        elif isinstance(obj, m.StepPermit):  # real gates: schedule_world.py
+            return self.to_leaders.append((rank, obj))
         elif isinstance(obj, m.SiblingTexts):
             assert self.preparing is None, f"{obj} sent to a rank that is about to switch"
             return self.to_leaders.append((rank, obj))

@@ -133,6 +133,55 @@ def test_whoever_lends_hears_of_it_also_if_a_control_request_comes_in_between():
     assert [obj.serial for obj in rig.world.server if isinstance(obj, Refused)] == [serial]
 
 
+@pytest.mark.parametrize("takes_back", [False, True])
+def test_the_base_layout_on_the_way_to_lent_ranks_does_not_stay(takes_back):
+    """A release that went to the ranks there would find them lent a moment later, and nothing would get out of it."""
+    rig = Rig(1, 2)
+    rig.reconfigure(2)
+    rig.settle()
+    lend(rig, query_id=1)
+    serial = rig.control("update", True, takes_back=takes_back, releases=frozenset({"weights"}))
+    rig.settle()
+    both = [(2, 1, [], "lend"), (1, 1, [1], "lend")]
+    assert switches(rig)[1:] == both + [(1, 1, [], "control")] * takes_back
+    if takes_back:
+        assert serial in [obj.serial for _, obj in rig.world.to_leaders if isinstance(obj, Request)]
+        return
+    assert [obj.serial for obj in rig.world.server if isinstance(obj, Refused)] == [serial]
+    lend(rig, stride=1, query_id=2)
+    rig.settle()
+    assert [answer.code for answer in rig.answers()] == [200, 200, 200] and not rig.coordinator.layout.lent
+
+
+@pytest.mark.parametrize(
+    ("before", "entry", "goal"),
+    [({"tp": 2}, {"stride": 2}, ParallelLayout(1, 2, 2)), ({"stride": 2}, {"tp": 2}, ParallelLayout(2, 1))],
+    ids=["lends", "takes back"],
+)
+def test_nor_does_it_on_the_way_of_a_schedule(before, entry, goal):
+    """Memory is released between its two steps; the second one waits until it is there again."""
+    rig, memory = Rig(1, 2, policy="schedule"), frozenset({"weights"})
+
+    def follow(entry: dict) -> None:
+        rig.coordinator.receive(m.SetSchedule(query_id=0, entries=[m.ScheduleEntry(**entry)]), 0.0)
+
+    def ask(**effects) -> None:
+        rig.control("update", True, takes_back=True, **effects)
+        rig.settle()
+        for rank in range(2):
+            rig.world.answer(rank, "update")
+        rig.settle()
+
+    follow(before)
+    rig.settle()
+    follow(entry)
+    ask(releases=memory)
+    assert (rig.coordinator.layout, rig.coordinator._released) == (rig.config.base, memory)
+    ask(resumes=memory)
+    assert (rig.coordinator.layout, rig.coordinator._released) == (goal, frozenset())
+    assert rig.coordinator._schedule.over
+
+
 def test_the_answer_comes_when_the_memory_is_free():
     rig = Rig(1, 4)
     lend(rig)

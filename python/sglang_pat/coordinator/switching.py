@@ -129,7 +129,7 @@ class Switching:
     @property
     def at_base(self) -> bool:
         """Whether the base layout is in force, and stays so."""
-        return self.under_way is None and self.layout == self._config.base
+        return self.under_way is None and self.wanted is None and self.layout == self._config.base
 
     @property
     def lends(self) -> bool:
@@ -427,7 +427,7 @@ class Switching:
         if gave_up or not record.error:
             self._base_attempts = 0
         if not record.error and self.layout != switch.wanted.target:
-            if switch.wanted.reason != "control":  # for which it is wanted again
+            if switch.wanted.query_id is not None:  # a control request and a schedule want it again
                 self.wanted = switch.wanted
             return ""  # the first of two steps
         if self.layout.stride == 1:
