@@ -82,6 +82,18 @@ def test_bodies_are_bounded(app, path, monkeypatch):
     assert "longer than 1000 bytes" in answer.json()["error"]["message"]
 
 
+BAD_BODIES = (
+    b"", b"\xff\xfe\x00", b"[2]", b"{}", b'{"tp": "2"}', b'{"tp": true}', b'{"tp": -2}', b'{"tp": 2.0}',
+    b'{"tp": 1e999}', b'{"tp": 2, "dry_run": 1}', b'{"tp": 2, "dp": 1}', b'{"tp": ' + b"9" * 5000 + b"}", b"[" * 30_000,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BAD_BODIES, ids=lambda body: str(body[:40]))
+def test_what_is_no_switch_is_told_what_to_send(app, body):
+    answer = client(app).post("/pat/reconfigure", content=body)
+    assert answer.status_code == 400 and 'send {"tp": 2}' in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "line"),
     [
@@ -167,6 +179,8 @@ def test_lending_is_asked_with_what_can_be(app, monkeypatch, body, line):
     [
         ("lend_ranks", None, (2, "default", 600.0)),
         ("lend_ranks", {"stride": 4, "client": "mine", "lease_seconds": 5}, (4, "mine", 5.0)),
+        ("lend_ranks", {"stride": 1}, "stride is 1: expected int >= 2"),
+        ("lend_ranks", {"ranks": 2}, "object contains unknown field ranks"),
         ("lend_ranks", {"lease_seconds": 0}, "lease_seconds is 0: expected float >= 1"),
         ("lend_ranks", {"lease_seconds": 1e9}, "expected float <= 86400.0"),
         ("lend_ranks", {"client": "a\n"}, 'client is "a\\n": expected str matching regex'),

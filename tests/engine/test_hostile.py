@@ -96,6 +96,7 @@ OTHERS: list[tuple[str, bytes]] = [
     ("/flush_cache", b'{"rid": 7}'),
     ("/pat/reconfigure", b'{"tp": "two"}'),
     ("/pat/reconfigure", b'{"tp": 3}'),
+    ("/pat/reconfigure", b'{"tp": 1000000000000000000000000000000}'),
     ("/pat/schedule", b'[{"tp": 3, "step": -1}]'),
     ("/pat/schedule", b"{"),
     ("/generate", b"[" * 100_000),

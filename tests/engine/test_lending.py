@@ -152,19 +152,6 @@ def test_what_needs_all_ranks_is_refused_while_some_are_lent(saving):
     assert saving.post(*look).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"stride": 1}, "stride is 1: expected int >= 2"),
-        ({"stride": 3}, "stride=3: choose one of [2, 4] (--pat-candidates 1,2,4)"),
-        ({"ranks": 2}, "object contains unknown field ranks"),
-    ],
-)
-def test_what_cannot_be_lent(saving, given, says):
-    answer = saving.post("/pat/lend_ranks", given)
-    assert (answer.status_code, answer.json()["error"]["message"]) == (400, says)
-
-
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_lent_in_a_pause(saving, session, mode):
     """A rank that comes back is paused as the others are."""
