@@ -183,7 +183,8 @@ class World:
     def log_decision(self, snapshot, decision) -> None:
         assert snapshot.tp == self.known.tp and decision.tp in snapshot.degrees
         held = snapshot.requests - len(snapshot.load)  # before a round its first requests wait for the decision
-        assert held == 0 or len(snapshot.load) == 0 and (len(snapshot.coming) or not self.config.predicts)
+        known = len(snapshot.coming) or snapshot.start > snapshot.tp or not self.config.predicts
+        assert held == 0 or len(snapshot.load) == 0 and known
         self.decisions.append((snapshot, decision))
 
     def record_steps(self, counts: m.StepCounts) -> None: ...

@@ -7,11 +7,12 @@ import pytest
 from sglang_pat import messages as m
 from sglang_pat.coordinator.decisions import DECISION_INTERVAL_SECONDS
 from sglang_pat.coordinator.replicas import Generation
-from sglang_pat.policies.registry import keep_layout
+from sglang_pat.policies.registry import keep_layout, make_policy
 from sglang_pat.policies.snapshot import Decision
 
 from .coordinator_rig import Rig, make_rig_with_a_fast_leader
 from .coordinator_world import Request
+from .policy_world import crossing, machine
 
 pytestmark = pytest.mark.unit
 
@@ -260,6 +261,29 @@ def test_a_probe_moves_no_idle_engine():
     rig.settle()
     assert not rig.world.records
     rig.work(3, now=70.0)
+    rig.settle()
+    assert [record.to_tp for record in rig.world.records] == [2], "a round does"
+
+
+@pytest.mark.parametrize("name", ["threshold", "survival"])
+def test_nor_does_one_where_rounds_start_in_another_degree(name):
+    """For want of KV in the last one."""
+    predictor, costs = machine(crossing())
+    decide = make_policy(name, switch_at=1, predictor=predictor, costs=costs)
+    rig = Rig(1, 4, decide, policy=name, switch_at=1, degrees=(1, 2, 4), profile="-")
+    rig.work(64)
+    rig.settle()
+    rig.world.retracted = 10
+    rig.finish_all()
+    for now in range(10, 40, 10):
+        probe(rig, now)
+        rig.coordinator.handle_timer(now + 0.05)  # it has a single token to generate
+        rig.settle()
+        rig.finish_all()
+        rig.coordinator.handle_timer(now + 5)
+        rig.settle()
+    assert not rig.world.records
+    rig.work(64, now=50.0)
     rig.settle()
     assert [record.to_tp for record in rig.world.records] == [2], "a round does"
 

@@ -204,6 +204,8 @@ class Decisions:
         """
         self._last_decision = now
         snapshot = self.make_snapshot(layout, in_engine + held, now)
+        if ahead:  # what waits for the decision has come, though it was not passed on: it is not all that is left
+            snapshot = replace(snapshot, last_arrival=now)
         self.round.record_load(snapshot.load)
         decision = self.policy(snapshot, self.history)
         self.expected_seconds = decision.estimates.get(decision.tp)
@@ -245,7 +247,7 @@ class Decisions:
             last_abort=self._last_abort,
             load=load,
             coming=self.round.predict_round_load(now) if predicts and requests else NO_LOAD,
-            start=min(self.round.start, degrees[-1]),
+            start=degrees[0] if self.round.only_probes else min(self.round.start, degrees[-1]),
             room=self._room(layout) if predicts else {},
             switches=self.round.switches,
             factors=self.factors.get_factors() if self.factors else {},

@@ -46,7 +46,6 @@ class RoundTracker:
 
     Args:
         degrees: in which rounds may start.
-        leases: leases of the engine's clients.
 
     Attributes:
         open: rounds that were announced and are not over, by name.  Several count as one, with the sum of their
@@ -57,8 +56,8 @@ class RoundTracker:
         retracted: requests put back for want of KV in this round; ``tokens``: generated in it, by responses that ended.
     """
 
-    def __init__(self, degrees: Sequence[int] = (1,), leases: Leases | None = None) -> None:
-        self.leases = leases or Leases()
+    def __init__(self, degrees: Sequence[int] = (1,)) -> None:
+        self.leases = Leases()
         self.open: dict[str, BeginRound] = {}
         self._missing: dict[str, int] = {}
         """Requests of each open round that have not come."""
@@ -137,6 +136,11 @@ class RoundTracker:
         return not self.missing if self._sized else 0 < self.came == self.expected
 
     @property
+    def only_probes(self) -> bool:
+        """Whether nothing in the engine counts: health probes alone."""
+        return self.peak > 0 and not self.came
+
+    @property
     def start(self) -> int:
         """Lowest degree of this round, or of the next one if none has begun, by the retractions of earlier ones."""
         return self._starts.get_start_degree(self._kind if self.came else self._expect_kind()).tp
@@ -156,8 +160,8 @@ class RoundTracker:
         """The load of the round that is about to come, or coming in, as it is before its first token: as announced, or
         the last one of that size.  Empty if no size is expected, all have come, or no more seem to come; also when the
         first response of one that was announced has ended: what comes then comes in place of others."""
-        if self.peak and not self.came:
-            return NO_LOAD  # what is here does not count: a health probe
+        if self.only_probes:
+            return NO_LOAD
         if self.came and now - self.last >= SETTLE_SECONDS:
             return NO_LOAD
         if self._sized:
