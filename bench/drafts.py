@@ -75,6 +75,7 @@ def replay(prompt: Sequence[int], response: Sequence[int], ended: Sequence[Seque
         drafter.end(0, f"ended {number}", prompt, other)
     at = 0
     while at < len(response):
+        drafter.begin_step()
         match = drafter.find_match(0, "response", prompt, response[:at])
         drafted = drafter.draft(0, "response", prompt, response[:at], min(count, len(response) - at - 1))
         right = count_right(drafted, response[at:])

@@ -190,6 +190,9 @@ LIMIT_PARAM = "pat_limit"
 """Key in ``custom_params`` with the longest response that policies are to reckon with, where ``max_new_tokens`` would
 give a response's length away (benchmarks with lengths fixed in advance)."""
 
+DRAFTS_PARAM = "pat_drafts"
+"""Key in ``custom_params`` with the most drafts of the request in a step (``--pat-speculate``); 0: none."""
+
 ROUND_PARAM = "pat_round"
 """Key in ``custom_params`` with the name of the round, and of its client, that the request belongs to."""
 
@@ -208,6 +211,11 @@ def get_length_limit(params: Any) -> int | None:
     if limit is None and params.max_new_tokens is not None:
         limit = params.max_new_tokens + count_prefix_tokens(params)
     return None if limit is None else min(limit, INT32)
+
+
+def get_most_drafts(params: Any) -> int | None:
+    """The most drafts that a request wants, from SGLang's ``SamplingParams``; None if it does not say."""
+    return _get_custom_number(params, DRAFTS_PARAM)
 
 
 def count_prefix_tokens(params: Any) -> int:

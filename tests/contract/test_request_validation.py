@@ -87,6 +87,7 @@ PARAMETERS = [
     ({"regex": "a" * 2**21}, "regex: 2097152 characters"),
     ({"custom_params": {"pat_limit": True}}, "pat_limit is True"),
     ({"custom_params": {"pat_generated": -1}}, "pat_generated is -1"),
+    ({"custom_params": {"pat_drafts": 0.5}}, "pat_drafts is 0.5"),
     ({"custom_params": {"pat_round": "a\n"}}, "pat_round is 'a\\n', must be the name of a round"),
     ({"custom_params": {"pat_round": 3}}, "pat_round is 3, must be the name of a round"),
     ({"custom_params": nest(60)}, "custom_params: nested"),

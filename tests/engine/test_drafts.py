@@ -237,13 +237,15 @@ def test_as_many_drafts_as_pay(servers, llama, deployment, tmp_path, rows, given
     server.reconfigure(2)
     known = body(70, 200)
     first, second, third = [server.generate([known])[0] for _ in range(3)]
-    assert tokens([second, third]) == [first["output_ids"]] * 2
+    (plain,) = server.generate([body(70, 200, custom_params={"pat_drafts": 0})])
+    assert tokens([second, third, plain]) == [first["output_ids"]] * 3
+    assert count(plain, "num_proposed_drafts") == 0
     totals = server.status()["totals"]
     if rows == "dear":
         assert [count(answer, "num_proposed_drafts") for answer in (second, third)] == [0, 0]
-        assert totals["draft_steps"] == 0 < totals["decode_steps"] <= 3 * 199
+        assert totals["draft_steps"] == 0 < totals["decode_steps"] <= 4 * 199
         return
-    assert 0 < totals["draft_steps"] < totals["decode_steps"] < 3 * 199
+    assert 0 < totals["draft_steps"] < totals["decode_steps"] < 4 * 199
     assert totals["seconds_saved"] > 1, "of 2 to 4 s"
     assert count(third, "num_correct_drafts") > 140 and count(third, "verify_ct") < 50
     # Drafts for what was never said are wrong, and soon there are few.

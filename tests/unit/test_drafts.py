@@ -24,7 +24,15 @@ PROMPT = list(range(100, 130))
 
 
 def draft(drafter: Drafter, output: list[int], count: int = 4, name: str = "one", family: int = 1) -> list[int]:
+    drafter.begin_step()
     return drafter.draft(family, name, PROMPT, output, count)
+
+
+def count_kept(drafter: Drafter) -> int:
+    """Tokens that are really there, and some for each text."""
+    families = drafter._families.values()
+    texts = sum(len(text) + CONTEXT for family in families for text, _ in family._texts.values())
+    return texts + sum(len(output) for family in families for _, output in family._ended.values())
 
 
 def test_a_response_repeats_itself():
@@ -68,7 +76,7 @@ def test_a_sibling_that_has_ended_is_followed():
     assert all(draft(drafter, text[:end]) == text[end : end + 4] for end in range(3, 80))
 
 
-def test_all_is_taken_in_though_a_call_takes_little(monkeypatch):
+def test_all_is_taken_in_though_a_step_takes_little(monkeypatch):
     monkeypatch.setattr(module, "TAKEN_IN", 7)
     drafter, told = Drafter(), random.Random(1)
     texts = {name: [told.randrange(5000) for _ in range(60)] for name in ("two", "three")}
@@ -77,6 +85,36 @@ def test_all_is_taken_in_though_a_call_takes_little(monkeypatch):
     for _ in range(40):
         draft(drafter, [9])
     assert all(draft(drafter, text[:30]) == text[30:34] for text in texts.values())
+
+
+def test_all_requests_of_a_step_share_what_it_takes_in(monkeypatch):
+    """After a switch nothing is known of long responses."""
+    monkeypatch.setattr(module, "TAKEN_IN", 50)
+    drafter, rng = Drafter(), random.Random(3)
+    texts = [[rng.randrange(5000) for _ in range(300)] for _ in range(4)]
+    for step in range(1, 40):
+        drafter.begin_step()
+        for name, text in enumerate(texts):
+            for _ in range(2):
+                drafter.find_match(1, str(name), PROMPT, text)
+        assert count_kept(drafter) <= 50 * step + 4 * CONTEXT
+    assert all(draft(drafter, text[:100], name="new") == text[100:104] for text in texts)
+
+
+def test_what_is_kept_is_bounded(monkeypatch):
+    """The same few prompts again and again, and long ones that are all different."""
+    monkeypatch.setattr(module, "MOST_TOKENS", 3000)
+    drafter, rng = Drafter(), random.Random(4)
+    for number in range(300):
+        family = number % 3 if number < 150 else number
+        text = [rng.randrange(5000) for _ in range(100)]
+        for end in (30, 100):
+            draft(drafter, text[:end], name=str(number), family=family)
+        drafter.end(family, str(number), list(range(8000)), text)
+        assert count_kept(drafter) == drafter._tokens <= 3000 + 2 * 100 + len(PROMPT) + CONTEXT
+        kept = (prompt for one in drafter._families.values() for prompt, _ in one._ended.values())
+        assert max(map(len, kept), default=0) <= CONTEXT
+    assert len(drafter._families) > 10, "the last prompts are there"
 
 
 def test_what_is_not_used_is_forgotten_first(monkeypatch):
@@ -118,6 +156,7 @@ def test_two_drafters_with_the_same_calls_draft_alike():
             del texts[name]
         first, second = (draft(one, text, name=name, family=ord(name) % 2) for one in both)
         assert first == second
+    assert all(count_kept(one) == one._tokens for one in both)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +279,8 @@ def test_seconds_a_token_where_drafts_pay():
     assert both[0] == drafting.step_seconds(1, 2, 2000)
     assert both[1] == plain.step_seconds(1, 100, 1e5), "there is no room for 200 rows"
     assert type(drafting.step_seconds(1, 2, 2000, 1)) is float
+    bounded = DraftingPredictor(plain, [0.5] + [0.0] * 7, max_running=3)
+    assert bounded.step_seconds(1, 2, 2000) == plain.step_seconds(1, 2, 2000), "there is no room for four rows"
     sure = DraftingPredictor(plain, [1.0] * 8)
     assert sure.step_seconds(1, 1, 100) == pytest.approx(plain.step_seconds(1, 9, 900) / 9)
 

@@ -74,7 +74,7 @@ def test_texts_of_older_weights_are_dropped(siblings, told):
 
 
 def test_what_was_not_used_for_longest_is_dropped(siblings, told, monkeypatch):
-    monkeypatch.setattr(module, "MOST_BYTES", 70)
+    monkeypatch.setattr(module, "MOST_BYTES", 70 + 2 * module.TEXT_BYTES)
     for family in (1, 2, 1, 3):
         siblings.record(text(f"{family}", family, tokens=8))
     siblings.tell(report(1, 1, 2, 3))
@@ -82,7 +82,7 @@ def test_what_was_not_used_for_longest_is_dropped(siblings, told, monkeypatch):
 
 
 def test_a_name_that_is_used_again_takes_no_room_twice(siblings, told, monkeypatch):
-    monkeypatch.setattr(module, "MOST_BYTES", 100)
+    monkeypatch.setattr(module, "MOST_BYTES", 100 + 3 * module.TEXT_BYTES)
     for _ in range(9):
         siblings.record(text("a", tokens=8))
     siblings.record(text("b", family=2, tokens=8))
@@ -91,7 +91,7 @@ def test_a_name_that_is_used_again_takes_no_room_twice(siblings, told, monkeypat
 
 
 def test_what_is_dropped_is_not_remembered(siblings, told, monkeypatch):
-    monkeypatch.setattr(module, "MOST_BYTES", 100)
+    monkeypatch.setattr(module, "MOST_BYTES", 100 + 3 * module.TEXT_BYTES)
     for number in range(100):
         siblings.record(text(f"{number}", family=number, tokens=8))
         siblings.tell(report(1, number))

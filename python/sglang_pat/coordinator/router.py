@@ -275,8 +275,9 @@ class Coordinator:
 
     def _load_report(self, report: m.LoadReport, now: float) -> None:
         self._retracted += report.retracted
-        self.account.record_steps(report.counts)
-        self._outbox.record_steps(report.counts)
+        if not self._decisions.calibrating:
+            self.account.record_steps(report.counts)
+            self._outbox.record_steps(report.counts)
         self._decisions.round.retracted += 0 if self._decisions.calibrating else report.retracted
         for response in () if self._decisions.calibrating else report.finished:
             self._schedule.record_response_end(response.length)

@@ -7,7 +7,9 @@ from sglang_pat import messages as m
 from sglang_pat.coordinator.replicas import Outbox
 
 MOST_BYTES = 16 << 20
-"""Bytes of texts that are kept, four a token.  Those of the prompt that was not used for longest go first."""
+"""Bytes of texts that are kept.  Those of the prompt that was not used for longest go first."""
+TEXT_BYTES = 600
+"""Bytes that a text takes besides its output."""
 
 
 class Siblings:
@@ -34,11 +36,11 @@ class Siblings:
         family = self._texts[text.family] = self._texts.pop(text.family, {})
         replaced = family.get(text.name)  # clients may use a name again
         family[text.name] = text
-        self._bytes += len(text.output) - (len(replaced.output) if replaced else 0)
+        self._bytes += _count_bytes(text) - (_count_bytes(replaced) if replaced else 0)
         self._known.setdefault(text.rank, set()).add(text.name)
         while self._bytes > MOST_BYTES:
             dropped = self._texts.pop(next(iter(self._texts)))
-            self._bytes -= sum(len(one.output) for one in dropped.values())
+            self._bytes -= sum(map(_count_bytes, dropped.values()))
             for known in self._known.values():
                 known.difference_update(dropped)
 
@@ -54,3 +56,7 @@ class Siblings:
     def forget_known(self) -> None:
         """Note that there are new groups, which know nothing."""
         self._known.clear()
+
+
+def _count_bytes(text: m.EndedText) -> int:
+    return TEXT_BYTES + len(text.output)

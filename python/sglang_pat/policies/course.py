@@ -164,7 +164,7 @@ class LayoutPlanner:
 
     def plan(self, snapshot: Snapshot, outlook: Outlook) -> LayoutPlan:
         degrees, here = snapshot.degrees, snapshot.degrees.index(snapshot.tp)
-        predictor = predict_as_seen(self.predictor, snapshot)
+        predictor = predict_as_seen(self.predictor, snapshot, self.max_running)
         # Of the other requests left, those on the replica of one that is left.
         batches = {tp: 1 + (outlook.number - 1) * _compute_share_after(snapshot, tp) for tp in degrees}
         most = self._count_running(snapshot, outlook)
@@ -199,7 +199,7 @@ class LayoutPlanner:
         Also 0 once responses have ended and not as many requests have come: they may be the next turns of agents, whose
         prompts are in the tree but for their ends.
         """
-        predictor, load = predict_as_seen(self.predictor, snapshot), snapshot.load
+        predictor, load = predict_as_seen(self.predictor, snapshot, self.max_running), snapshot.load
         new = np.flatnonzero(load.output == 0)
         full = len(snapshot.coming) or snapshot.requests >= snapshot.peak
         if not full or not len(new) or not predictor.has_prefill(tp):

@@ -36,10 +36,14 @@ def decide_when_idle(snapshot: Snapshot) -> Decision | None:
     return None
 
 
-def predict_as_seen(predictor: StepPredictor, snapshot: Snapshot) -> StepPredictor:
-    """Step times of a profile, corrected by what this run has told, and with the drafts that pay."""
+def predict_as_seen(predictor: StepPredictor, snapshot: Snapshot, max_running: int | None = None) -> StepPredictor:
+    """Step times of a profile, corrected by what this run has told, and with the drafts that pay.
+
+    Args:
+        max_running: most rows of a replica's decode step; None for no bound of their own.
+    """
     corrected = CorrectedPredictor(predictor, snapshot.factors)
-    return DraftingPredictor(corrected, snapshot.chances) if snapshot.chances else corrected
+    return DraftingPredictor(corrected, snapshot.chances, max_running) if snapshot.chances else corrected
 
 
 def compute_completion_wait(cost: float, saving: float) -> float:

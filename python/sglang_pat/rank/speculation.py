@@ -16,7 +16,7 @@ from sglang_pat.host import batches, loop, outputs, verify
 from sglang_pat.host import requests as host
 from sglang_pat.host.batches import ScheduleBatch
 from sglang_pat.host.requests import Req
-from sglang_pat.messages import EndedText, SiblingTexts, StepCounts
+from sglang_pat.messages import EndedText, SiblingTexts, StepCounts, get_most_drafts
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile
 from sglang_pat.speculate.acceptance import GAIN, KEYS, MOST_ROWS, Acceptance, choose_counts
@@ -71,6 +71,8 @@ class Speculation:
         """Take in those of ``reqs`` that have ended, for their siblings, and tell of them: some are elsewhere."""
         scheduler = self._scheduler
         for req in reqs if self.most else ():
+            if not self._get_own_most(req):
+                continue
             if host.has_ended(req):
                 self._drafter.end(*_get_texts(req))
             if host.is_answer_due(req) and scheduler.is_leader:
@@ -96,6 +98,7 @@ class Speculation:
 
         If so, results that are to come are processed first: the drafts follow them.
         """
+        self._drafter.begin_step()
         self._wanted = any(self._choose(loop.list_running_with_last(self._scheduler))) if self.most else False
         if self._wanted:
             loop.process_pending(self._scheduler)
@@ -121,7 +124,7 @@ class Speculation:
         most, tokens = self._count_rows() - len(reqs), loop.count_decoding_tokens(self._scheduler)
         if not reqs or most < 1 or loop.has_grammar(self._scheduler):
             return []
-        allowed = [min(self.most, max(verify.count_allowed(req), 0)) for req in reqs]
+        allowed = [min(self.most, max(verify.count_allowed(req), 0), self._get_own_most(req)) for req in reqs]
         if self._predictor is None:
             return [min(count, most // len(reqs)) for count in allowed]
         most, tp = min(most, self.most * len(reqs)), self._scheduler.layouts.layout.tp
@@ -130,10 +133,16 @@ class Speculation:
         tokens_a_second = rows / self._seconds  # if all were right
         if tokens_a_second.max() < GAIN * tokens_a_second[0]:
             return []
-        self._matches = [self._drafter.find_match(*_get_texts(req)) for req in reqs]
+        self._matches = [
+            self._drafter.find_match(*_get_texts(req)) if count else 0 for req, count in zip(reqs, allowed, strict=True)
+        ]
         chances = [self.acceptance.estimate(match)[:count] for match, count in zip(self._matches, allowed, strict=True)]
         self.chances = [sum(sum(each[place : place + 1]) for each in chances) / len(reqs) for place in range(self.most)]
         return choose_counts(chances, self._seconds)
+
+    def _get_own_most(self, req: Req) -> int:
+        own = get_most_drafts(host.get_sampling_params(req))
+        return self.most if own is None else own
 
     def _count_rows(self) -> int:
         """Most rows of a step: attention back ends have room for as many as may run, graphs for those captured."""

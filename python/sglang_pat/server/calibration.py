@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 from sglang_pat.figures import job_log
+from sglang_pat.messages import DRAFTS_PARAM
 from sglang_pat.predict.correction import BATCH, CONTEXT, TURNS
 
 ENOUGH_TURNS, ENOUGH_SECONDS = 2, 5.0
@@ -92,7 +93,8 @@ async def _decode(manager: Any, requests: int, context: int, room: int, steps: i
         prompt = min(prompt, CPU_CONTEXT)
     ids = [random.choices(range(manager.model_config.vocab_size), k=prompt) for _ in range(requests)]
     manager.pat_inject_prefixes(ids)
-    sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
+    plain = {DRAFTS_PARAM: 0}  # the profile is of steps without drafts
+    sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0, "custom_params": plain}
     enough = asyncio.get_running_loop().call_later(MOST_SECONDS, manager.abort_request, RID)
     try:
         await manager.pat_generate_unlogged(rid=RID, input_ids=ids, sampling_params=sampling)

@@ -16,7 +16,8 @@ CONTEXT = 12
 PLACES = 8
 """Places kept of a context: the last ones."""
 TAKEN_IN = 256
-"""Most tokens that one call takes in, about half a millisecond; the others wait for the next calls."""
+"""Most tokens that are taken in for a step, of all requests together: half a millisecond.  The others wait for the
+next steps: after a switch, some thousands of each request."""
 MOST_TOKENS = 1 << 20
 """Tokens kept, of all prompts together; some 400 bytes each."""
 
@@ -28,30 +29,35 @@ class _Family:
     """The texts of one prompt: the prompt itself with the first response, and the other responses."""
 
     def __init__(self) -> None:
+        self.tokens = 0
+        """Number of tokens, with those that wait to be taken in, and :data:`CONTEXT` for each text."""
         self._places: dict[tuple[int, ...], list[Place]] = {}
         self._texts: dict[str, tuple[list[int], list[int]]] = {}
         """Text of each response as far as it was taken in, and the tokens of the prompt with which it begins."""
         self._ended: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
-        """Prompt, or its end, and output of responses that have ended and are not whole in their text."""
+        """End of the prompt, and output, of responses that have ended and are not whole in their text."""
         self._has_prompt = False
 
-    def count_tokens(self) -> int:
-        """Number of tokens, with those that wait to be taken in."""
-        ended = sum(len(output) for _, output in self._ended.values())
-        return ended + sum(len(text) for text, _ in self._texts.values())
-
-    def take_in(self, name: str, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Take in what is new of the response ``name``, and of those that have ended, as far as one call goes."""
+    def take_in(self, name: str, prompt: Sequence[int], output: Sequence[int], most: int) -> int:
+        """Take in what is new of the response ``name``, and of those that have ended; returns how many tokens fewer
+        than ``most`` these were."""
         if name not in self._texts:
-            self._texts[name] = [], list(prompt[-CONTEXT:] if self._has_prompt else prompt)
+            self._begin(name, prompt[-CONTEXT:] if self._has_prompt else prompt)
             self._has_prompt = True
-        left = self._take_in(name, output, TAKEN_IN)
+        left = self._take_in(name, output, most)
         while left and self._ended:
             name, (prompt, output) = next(iter(self._ended.items()))
-            self._texts.setdefault(name, ([], list(prompt[-CONTEXT:])))
+            if name not in self._texts:
+                self._begin(name, prompt)
             left = self._take_in(name, output, left)
             if left:
                 del self._ended[name]
+                self.tokens -= len(output)
+        return left
+
+    def _begin(self, name: str, prompt: Sequence[int]) -> None:
+        self._texts[name] = [], list(prompt)
+        self.tokens += CONTEXT
 
     def _take_in(self, name: str, output: Sequence[int], most: int) -> int:
         """Take in ``most`` tokens; returns how many fewer they were."""
@@ -67,10 +73,13 @@ class _Family:
                     places.append((text, len(text)))
                     del places[:-PLACES]
             text.append(token)
+        self.tokens += len(new)
         return most - len(new)
 
     def end(self, name: str, prompt: Sequence[int], output: Sequence[int]) -> None:
-        self._ended[name] = prompt, output
+        _, replaced = self._ended.pop(name, ((), ()))
+        self._ended[name] = prompt[-CONTEXT:], output
+        self.tokens += len(output) - len(replaced)
 
     def find_next(self, context: list[int]) -> int | None:
         """The token that is expected after ``context``; None if nothing like it was seen."""
@@ -119,6 +128,12 @@ class Drafter:
     def __init__(self) -> None:
         self._families: dict[int, _Family] = {}
         """Texts by the number of their prompt, those used last at the end."""
+        self._tokens = 0
+        self._left = TAKEN_IN
+
+    def begin_step(self) -> None:
+        """Note that a step is about to be drafted for: some more tokens are taken in."""
+        self._left = TAKEN_IN
 
     def draft(self, family: int, name: str, prompt: Sequence[int], output: Sequence[int], count: int) -> list[int]:
         """The tokens, ``count`` at most, that are expected next.
@@ -128,8 +143,7 @@ class Drafter:
             name: the request's.
             prompt, output: token ids of the prompt, and of the response so far.
         """
-        found, context = self._use(family), _get_context(prompt, output)
-        found.take_in(name, prompt, output)
+        found, context = self._take_in(family, name, prompt, output), _get_context(prompt, output)
         drafted: list[int] = []
         while len(drafted) < count and (token := found.find_next(context)) is not None:
             drafted.append(token)
@@ -141,25 +155,34 @@ class Drafter:
 
         The larger it is, the more likely drafts are right.  Arguments are those of :meth:`draft`.
         """
-        found = self._use(family)
-        found.take_in(name, prompt, output)
+        found = self._take_in(family, name, prompt, output)
         return found.find_longest(_get_context(prompt, output))[0]
+
+    def _take_in(self, family: int, name: str, prompt: Sequence[int], output: Sequence[int]) -> _Family:
+        found = self._use(family)
+        before = found.tokens
+        self._left = found.take_in(name, prompt, output, self._left)
+        self._tokens += found.tokens - before
+        return found
 
     def end(self, family: int, name: str, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Keep a response that has ended, for those to the same prompt that have not; of ``prompt`` the last
         :data:`CONTEXT` tokens count."""
-        self._use(family).end(name, prompt, output)
+        found = self._use(family)
+        before = found.tokens
+        found.end(name, prompt, output)
+        self._tokens += found.tokens - before
 
     def _use(self, family: int) -> _Family:
-        new = family not in self._families
-        found = self._families[family] = self._families.pop(family, None) or _Family()
-        if new:
-            while (
-                len(self._families) > 1 and sum(each.count_tokens() for each in self._families.values()) > MOST_TOKENS
-            ):
-                del self._families[next(iter(self._families))]
-        return found
+        """Texts of a prompt.  If too much is kept, those of the prompts that were not used for longest go; at last all
+        of this one, which begins anew."""
+        self._families[family] = self._families.pop(family, None) or _Family()
+        while self._tokens > MOST_TOKENS:
+            dropped = self._families.pop(next(iter(self._families)))
+            self._tokens -= dropped.tokens
+        return self._families.setdefault(family, _Family())
 
     def forget(self) -> None:
         """Forget all texts: the weights have changed, or the ranks of the group have."""
         self._families.clear()
+        self._tokens, self._left = 0, TAKEN_IN

@@ -22,10 +22,11 @@ class DraftingPredictor:
     Args:
         predictor: of plain steps.
         chances: probability of the first, second, … draft of a request that it and those before it are right.
+        max_running: most rows of a replica's step; None if only :data:`~.acceptance.MOST_ROWS` bounds them.
     """
 
-    def __init__(self, predictor: StepPredictor, chances: Sequence[float]) -> None:
-        self._predictor = predictor
+    def __init__(self, predictor: StepPredictor, chances: Sequence[float], max_running: int | None = None) -> None:
+        self._predictor, self._most_rows = predictor, min(MOST_ROWS, max_running or MOST_ROWS)
         tokens = list(accumulate(chances, initial=1.0))
         self._tokens = {count: tokens[count] for count in COUNTS if count <= len(chances)}
 
@@ -44,7 +45,7 @@ class DraftingPredictor:
         for count, gained in self._tokens.items():
             rows = batch * (count + 1)
             seconds = self._predictor.step_seconds(tp, rows, tokens * (count + 1), replicas) / gained
-            pays = (rows <= MOST_ROWS) & (seconds * GAIN <= plain)
+            pays = (rows <= self._most_rows) & (seconds * GAIN <= plain)
             least = np.where(pays, np.minimum(least, seconds), least)
         return least
 

@@ -29,7 +29,7 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from sglang_pat.host import adapter
 from sglang_pat.host.fixes.stop_patterns import LONGEST_TEXT, MAX_OTHERS, check_patterns
-from sglang_pat.messages import GENERATED_PARAM, LIMIT_PARAM, ROUND_PARAM, ClientName
+from sglang_pat.messages import DRAFTS_PARAM, GENERATED_PARAM, LIMIT_PARAM, ROUND_PARAM, ClientName
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 
@@ -141,7 +141,7 @@ def _check_texts(name: str, texts: str | Sequence[str], most: int) -> None:
 def _check_custom_params(value: dict[str, Any] | None) -> None:
     if _measure_depth(value) > MAX_DEPTH:
         raise ValueError(f"sampling_params.custom_params: nested more than {MAX_DEPTH} deep; flatten it")
-    for name, least in ((LIMIT_PARAM, 1), (GENERATED_PARAM, 0)):
+    for name, least in ((LIMIT_PARAM, 1), (GENERATED_PARAM, 0), (DRAFTS_PARAM, 0)):
         if (given := (value or {}).get(name)) is not None:
             check_whole(f"sampling_params.custom_params.{name}", given, least)
     if (given := (value or {}).get(ROUND_PARAM)) is not None:
