@@ -130,6 +130,7 @@ class World:
         self.kv_totals: dict[int, int] = {}
         self.decoded = m.Decoded()
         self.chances: list[float] = []
+        self.counts = m.StepCounts()
         self.retracted = 0
         """What the next load report says."""
         self.last_serial = -1
@@ -245,6 +246,7 @@ class World:
                 kv_totals=self.kv_totals,
                 decoded=self.decoded,
                 chances=self.chances,
+                counts=self.counts,
             )
         )
         self.retracted = 0

@@ -108,6 +108,16 @@ def test_a_round_that_is_announced_does_not_disturb_it(before):
     assert rig.world.known.tp == 2 and rig.world.records[-1].reason == "survival"
 
 
+def test_its_steps_are_not_in_the_totals():
+    rig = Rig(1, 2, keep_layout, Predictor(), policy="survival", profile="-")
+    rig.world.counts = m.StepCounts(decode_steps=5)
+    calibrate(rig)
+    assert status(rig)["totals"]["decode_steps"] == 0
+    rig.work(1, now=101.0)
+    rig.settle()
+    assert status(rig)["totals"]["decode_steps"] > 0
+
+
 def test_an_engine_that_believes_its_profile_is_not_corrected():
     rig = Rig(1, 2, keep_layout, Predictor(), policy="survival", profile="-", profile_as_is=True)
     calibrate(rig)
