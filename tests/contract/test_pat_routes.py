@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,15 +12,11 @@ pytestmark = pytest.mark.contract
 
 API_KEY, ADMIN_KEY = "api-secret", "admin-secret"
 
-CLIENTS = {
-    ("/pat/status", "GET"), ("/pat/schedule", "GET"), ("/pat/round", "POST"), ("/pat/round", "DELETE"),
-    ("/pat/lending", "POST"),
-}  # fmt: skip
-ADMINS = {
-    ("/pat/reconfigure", "POST"), ("/pat/schedule", "POST"),
-    ("/pat/lend_ranks", "POST"), ("/pat/take_back_ranks", "POST"),
-}  # fmt: skip
-"""Routes that change the engine for everybody."""
+REGISTER = (Path(__file__).parents[2] / "docs" / "sglang.md").read_text()
+ROUTES = {
+    (path, method): who
+    for method, path, who in re.findall(r"^\| `(\w+) (/pat/\S+)` \| (\w+) \|", REGISTER, re.MULTILINE)
+}
 
 
 @pytest.fixture
@@ -62,16 +60,16 @@ def routes(app):
 )
 def test_who_may_call_what(app, keys, key, as_user, as_admin):
     found = routes(app)
-    assert set(found) == ADMINS | CLIENTS, "a new route: say here who may call it"
+    assert set(found) == set(ROUTES), "say in docs/sglang.md who may call it"
     caller = client(app, **keys)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     for path, method in found:
         answer = caller.request(method, path, headers=headers)
-        allowed = as_admin if (path, method) in ADMINS else as_user
+        allowed = as_admin if ROUTES[path, method] == "administrator" else as_user
         assert (answer.status_code != 401) == allowed, (path, method, answer)
 
 
-@pytest.mark.parametrize("path", [path for path, method in sorted(CLIENTS | ADMINS) if method == "POST"])
+@pytest.mark.parametrize("path", [path for path, method in sorted(ROUTES) if method == "POST"])
 def test_bodies_are_bounded(app, path, monkeypatch):
     from sglang_pat.server import http
 

@@ -16,9 +16,10 @@ import requests
 
 from sglang_pat.launch.processes import wait_until_ended
 from sglang_pat.rollout import client, http
+from sglang_pat.testing import models
 from sglang_pat.testing.server import Server, find_rank_processes
 
-from .conftest import fault
+from .conftest import MODELS, fault
 from .rollout_calls import admitter, prompts, schedule, wait_for_schedule
 from .rollout_calls import tokens as tokens_of
 from .streams import GREEDY, body, check_idle, hold, post, tokens
@@ -31,14 +32,14 @@ def shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith(("sglang_pat", "torch_"))}
 
 
-@pytest.mark.parametrize("kind", ["resident", "reshard", "drafts"])
+@pytest.mark.parametrize("kind", ["resident", "reshard", "drafts", "mixtral", "mixtral reshard"])
 @pytest.mark.parametrize(("state", "rank"), [("PREPARE", 1), ("QUIESCE", 0), ("EXCHANGE", 1)])
 async def test_failure_before_commit_leaves_the_old_layout(servers, session, llama, marker, kind, state, rank):
     """The fault is in the second of three switches; every request completes, unchanged."""
-    if kind == "reshard":
-        server = servers.adaptive(marker(100), 2, "--pat-weights", "reshard")
-    else:
-        server = servers.adaptive(llama, 2, *(DRAFTS if kind == "drafts" else ()))
+    of_kind = marker(100) if kind == "reshard" else llama
+    model = models.make_random("mixtral", MODELS / "mixtral") if "mixtral" in kind else of_kind
+    flags = ("--pat-weights", "reshard") if "reshard" in kind else DRAFTS if kind == "drafts" else ()
+    server = servers.adaptive(model, 2, *flags)
     expected = tokens(await server.generate_async(BODIES))
     work = await hold(server, session, BODIES, step=4)  # with drafts, of some twenty tokens
     assert (await server.reconfigure_async(session, 2))[0] == 200

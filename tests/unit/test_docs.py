@@ -67,26 +67,6 @@ def test_prose_is_no_wider_than_a_page(page):
     assert not [line for line in prose if len(line) > COLUMNS]
 
 
-def test_the_ways_through_the_code_have_as_many_files_as_they_say():
-    page = (DOCS / "architecture.md").read_text()
-    ways = re.findall(r"^### From [^\n]*: (\d+) files$(.*?)(?=^#)", page, re.MULTILINE | re.DOTALL)
-    assert len(ways) == 2
-    for count, way in ways:
-        files = re.findall(r"^\d+\. `([\w/]+\.py)`", way, re.MULTILINE)
-        assert len(files) == len(set(files)) == int(count)
-        assert all((ROOT / "python/sglang_pat" / name).exists() for name in files)
-
-
-def test_the_register_has_every_route():
-    source = (ROOT / "python/sglang_pat/server/http.py").read_text()
-    routes = {
-        (method, path) for path, method in re.findall(r'add_api_route\("(\S+)", \w+, methods=\["(\w+)"\]', source)
-    }
-    rows = re.findall(r"^\| `(\w+) (/pat/\S+)` \|", (DOCS / "sglang.md").read_text(), re.MULTILINE)
-    assert routes
-    assert set(rows) == routes
-
-
 def test_readmes_picture_says_what_its_table_says():
     from bench import _redraw
 
