@@ -35,9 +35,9 @@ _X32 = 0x40000000
 """Lowest number of a second set of the same calls on x86_64."""
 
 
-def make_filter(machine: str | None = None) -> bytes:
+def make_filter() -> bytes:
     """A program in classic BPF, as ``bwrap --seccomp`` reads it; empty for a machine whose numbers are not here."""
-    machine = machine or platform.machine()
+    machine = platform.machine()
     if machine not in REFUSED:
         return b""
     code = [

@@ -119,13 +119,10 @@ def test_a_dead_server_is_blamed_with_its_log(tmp_path):
 # -- the command
 
 
-@pytest.mark.parametrize(("argv", "words"), [
-    (["--minutes", "0"], "--minutes 0: must be above 0"),
-    (["--only", "slow-link"], "--only, --model: the demonstration has one case; bench/rollout.py runs others"),
-])  # fmt: skip
-def test_bad_command_lines(capsys, argv, words):
+def test_a_bad_command_line(capsys):
     with pytest.raises(SystemExit) as ended:
-        cli.main(argv)
+        cli.main(["--only", "slow-link"])
+    words = "--only, --model: the demonstration has one case; bench/rollout.py runs others"
     assert ended.value.code == 2 and words in capsys.readouterr().err
 
 

@@ -12,6 +12,7 @@ from profiler.launch import MANUAL
 from profiler.worker import Worker
 from sglang_pat.cpu import shim
 from sglang_pat.host.sharing import SHARE_ENV
+from sglang_pat.launch.gpu_memory import measure_gpus
 from sglang_pat.memory.memory_plan import GIB
 from sglang_pat.memory.shapes import ModelShape, read_config
 from sglang_pat.testing import models
@@ -155,7 +156,8 @@ def prepare(device: str, ranks: int, folder: Path, sharing: bool, flags: tuple[s
     mixture = models.make_random("qwen3_moe", cache / "mixture", heads=8, kv_heads=8, **MIXTURE | size)
     large, large_flags = small, ("--dtype", "float32")
     if device == "cuda":
-        free = 0 if sharing else read_least_free_bytes()  # what moves between ranks that share a GPU moves slowly
+        # What moves between ranks that share a GPU moves slowly.
+        free = 0 if sharing else measure_gpus(range(torch.cuda.device_count())).free
         name = next(name for name, least in LARGE if free >= least)
         large = models.make_shape(cache / name, name)
         large_flags = ("--load-format", "dummy")
@@ -180,9 +182,3 @@ def _read_used_bytes(gpu: int) -> int:
     except (ImportError, RuntimeError):
         free, total = torch.cuda.mem_get_info(gpu)
         return total - free
-
-
-def read_least_free_bytes() -> int:
-    """Free bytes of the GPU that has least."""
-    gpus = range(torch.cuda.device_count())
-    return min(torch.cuda.get_device_properties(gpu).total_memory - _read_used_bytes(gpu) for gpu in gpus)

@@ -25,7 +25,7 @@ from sglang_pat.tools.console import Speaker
 if TYPE_CHECKING:
     from sglang_pat.demo.contest import ContestResult, StepTime
 
-MINUTES = 8.0
+MINUTES = 8
 ROUNDS = {True: (1, 1), False: (2, 5)}
 """Least and most rounds, by whether the demonstration is quick."""
 CONCLUSION_SECONDS = 15.0
@@ -47,15 +47,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description="A long-tailed batch on an engine that changes its layout as it drains, and on both static ones.",
     )
     parser.add_argument("--quick", action="store_true", help="a tiny random model, one round: two minutes")
-    parser.add_argument("--minutes", type=float, default=MINUTES, metavar="N", help=f"at most; default {MINUTES:g}")
     parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="for demo.png and demo.json")
     for gone in ("--only", "--model"):
         parser.add_argument(gone, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.only or args.model:
         parser.error("--only, --model: the demonstration has one case; bench/rollout.py runs others")
-    if args.minutes <= 0:
-        parser.error(f"--minutes {args.minutes:g}: must be above 0")
     return args
 
 
@@ -86,7 +83,7 @@ def demonstrate(args: argparse.Namespace, place: Console) -> int:
     case = cases.QUICK["quick"] if args.quick else cases.CASE
     lengths = case.work.compute_lengths()
     described = f"{case.model}, {case.link_name}; {len(lengths)} prompts, {lengths[0]} to {lengths[-1]} tokens long"
-    speaker.say(f"{machine['cores']} cores of {machine['cpu']}; {args.minutes:g} minutes at most\n{described}")
+    speaker.say(f"{machine['cores']} cores of {machine['cpu']}; {MINUTES} minutes at most\n{described}")
     model = make_model(case, speaker)
     with ExitStack() as stack:
         prefork = stack.enter_context(Prefork()) if may_fork() else None
@@ -95,7 +92,7 @@ def demonstrate(args: argparse.Namespace, place: Console) -> int:
         profile = sweep_profile(case, model, folder / "profile.json", BUDGET[args.quick], grid, speaker, prefork)
         steps = predict_step_times(profile, tuple(sorted({1, 4, 16, case.work.batch})))
         speaker.say(f"  {format_step_times(steps)}")
-        more = make_stop_rule(begin + 60 * args.minutes - CONCLUSION_SECONDS, *ROUNDS[args.quick])
+        more = make_stop_rule(begin + 60 * MINUTES - CONCLUSION_SECONDS, *ROUNDS[args.quick])
         result = ContestResult(steps, run_rounds(case, model, profile, more, speaker, prefork))
     speaker.console.print(make_table(result))
     responses = result.count_responses()

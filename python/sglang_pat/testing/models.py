@@ -340,7 +340,6 @@ def main(argv: list[str] | None = None) -> int:
     for name in sizes.split():
         parser.add_argument(f"--{name}", type=int, metavar="N", default=argparse.SUPPRESS)
     parser.add_argument("--dtype", default=argparse.SUPPRESS, help="default float32")
-    parser.add_argument("--tie", action="store_true", default=argparse.SUPPRESS, help="output matrix = embedding")
     parser.add_argument("--logit-std", type=float, default=argparse.SUPPRESS, help="4 (default): peaked; 1: flat")
     given = vars(parser.parse_args(argv))
     model, out = given.pop("model"), given.pop("out")

@@ -8,7 +8,7 @@ Upstream: https://github.com/sgl-project/sglang/pull/24123 (memory that is relea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,24 +38,6 @@ class PartlyMendedScheduler(Scheduler):
         stop_patterns.install_bounded_tail()
         adapter.outputs.keep_routed_experts()
         super().__init__(**kwargs)
-
-    # -- what a rank adds (``host/scheduler.py``) --------------------------------------------------------
-
-    def begin_turn(self) -> None:
-        """Called before requests are received."""
-
-    def report_next(self, batch: ScheduleBatch | None) -> None:
-        """Called with the batch that runs next, if one does."""
-
-    def record_outputs(self, reqs: list[Req]) -> None:
-        """Called with requests before tokens of theirs go out."""
-
-    def count_update(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
-        """Called with SGLang's ``update`` of the weights, which it runs."""
-        return update(recv_req)
-
-    def report_release(self) -> None:
-        """Called when memory was released."""
 
     # -- messages that cannot be read or handled (docs/upstream/one_bad_message.md) ---------------------
 
