@@ -312,13 +312,29 @@ def test_the_lending_policy_is_shown_the_ranks_that_work():
     assert seen == [(4, 8, [0, 0, 1, 1, 2, 2, 3, 3]), (2, 6, [0] * 3 + [1] * 3)]
 
 
-def test_without_a_profile_the_room_for_kv_decides():
-    """The policy that switches is not shown the requests one by one; the one that lends is."""
-    rig = Rig(1, 4, policy="threshold")
+def make_roomy_rig(**options) -> Rig:
+    """Eight requests on four ranks, with room for the KV of all on any of them."""
+    rig = Rig(1, 4, policy="threshold", **options)
     rig.world.kv_totals = {1: 10**6, 2: 2 * 10**6, 4: 4 * 10**6}
     rig.work(8)
     rig.settle()
+    return rig
+
+
+def test_without_a_profile_the_room_for_kv_decides():
+    """The policy that switches is not shown the requests one by one; the one that lends is."""
+    rig = make_roomy_rig(degrees=(1, 2, 4))
     assert ask(rig).record["why"] == "KV fits" and ask(rig).record["move"] == "lend"
+
+
+@pytest.mark.parametrize("options", [{}, {"degrees": (1, 2)}, {"degrees": (1, 2, 4), "weights": "reshard"}], ids=str)
+def test_what_lend_ranks_always_refuses_is_never_asked_for(options):
+    """Without a profile nobody goes to tp=2, and only three of four ranks can be lent."""
+    rig = make_roomy_rig(**options)
+    found = ask(rig).record
+    lend(rig)
+    refusal = rig.answers()[-1]
+    assert (refusal.code, found["move"], found["why"]) == (400, "never", refusal.message)
 
 
 # -- leases --------------------------------------------------------------------------------------------------------

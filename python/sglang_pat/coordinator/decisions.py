@@ -11,7 +11,7 @@ from sglang_pat.config import DECIDING, AdaptiveConfig
 from sglang_pat.coordinator.replicas import Generation, Leader, Outbox, sum_load
 from sglang_pat.coordinator.round_tracker import RoundTracker
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.policies.lending import LendingDecision, LendingPolicy, Training, make_lending_policy
+from sglang_pat.policies.lending import STRIDE, LendingDecision, LendingPolicy, Move, Training, make_lending_policy
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.snapshot import NO_LOAD, Policy, Snapshot
@@ -87,6 +87,7 @@ class Decisions:
         self.history = LengthHistory()
         self.expected_seconds: float | None = None
         self._lending = lending or make_lending_policy(None, None, config.num_ranks, config.list_degrees())
+        self._why_never = _explain_why_never(config)
         self.policy = policy or make_policy(config.policy, switch_at=config.switch_at, max_running=config.max_running)
         self._config, self._leaders, self._outbox = config, leaders, outbox
         self._degrees = tuple(layout.tp for layout in config.layouts)
@@ -221,6 +222,8 @@ class Decisions:
         Args:
             layout: the one in force; ``requests``: as for :meth:`make_snapshot`.
         """
+        if layout.stride == 1 and self._why_never:
+            return LendingDecision(move=Move.NEVER, why=self._why_never, tp=layout.tp)
         snapshot = self.make_snapshot(layout, requests, now)
         if not self._config.predicts:
             load, room = sum_load(self._leaders, layout.working), self._room(layout)
@@ -262,3 +265,12 @@ class Decisions:
         much."""
         report = self._leaders[layout.leaders[0]].report
         return dict(report.kv_totals) if report is not None else {}
+
+
+def _explain_why_never(config: AdaptiveConfig) -> str:
+    """Why the engine would refuse to lend ranks as the policy means it; "" if it would not."""
+    try:
+        config.check_stride(STRIDE)
+    except ValueError as error:
+        return str(error)
+    return ""
