@@ -10,6 +10,7 @@ import pytest
 
 from sglang_pat.cpu import shim
 from sglang_pat.testing import models, tokenizer
+from tests.engine import marker_models
 
 pytestmark = pytest.mark.contract
 
@@ -121,8 +122,8 @@ def test_tokenizer_round_trip(transformers, folders):
 def test_marker_takes_each_tensor_into_account(transformers, tmp_path):
     import torch
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(models.make_marker_model(tmp_path / "m", 300))
-    old, new = models.make_marker_state_dict(300), models.make_marker_state_dict(301)
+    model = transformers.AutoModelForCausalLM.from_pretrained(marker_models.make_marker_model(tmp_path / "m", 300))
+    old, new = marker_models.make_marker_state_dict(300), marker_models.make_marker_state_dict(301)
 
     def says(state):
         model.load_state_dict(state)

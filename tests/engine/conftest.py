@@ -11,8 +11,10 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 
 from sglang_pat.checks import faults
@@ -21,10 +23,11 @@ from sglang_pat.memory.memory_plan import read_available_memory
 from sglang_pat.predict.profile import Fingerprint
 from sglang_pat.testing import models
 from sglang_pat.testing.prefork import Prefork, run
-from sglang_pat.testing.server import Server
+from sglang_pat.testing.server import Server, find_rank_processes
 
 from . import stock_answers, weight_updates
 from .made_up import fingerprint
+from .marker_models import make_marker_model
 from .streams import open_session
 
 # The adapter has the name, too, but imports SGLang, which the tests run in processes of their own.
@@ -76,11 +79,33 @@ def tell(line: str) -> None:
 
 
 class CountedServer(Server):
-    """A server whose start counts for the test file that needs it."""
+    """A server whose start counts for the test file that needs it, and what tests alone ask of one."""
 
     def __init__(self, *args, **kwargs) -> None:
         count_start()
         super().__init__(*args, **kwargs)
+
+    async def reconfigure_async(self, session: aiohttp.ClientSession, tp: int) -> tuple[int, dict[str, Any]]:
+        """``(HTTP status, body)`` of ``/pat/reconfigure``."""
+        async with session.post(self.url + "/pat/reconfigure", json={"tp": tp}) as response:
+            return response.status, await response.json()
+
+    async def set_schedule(self, session: aiohttp.ClientSession, *entries: dict[str, Any]) -> None:
+        """Replace the schedule (``--pat-policy schedule``); without entries everything goes on freely."""
+        async with session.post(self.url + "/pat/schedule", json=entries) as response:
+            if response.status != 200:
+                raise RuntimeError(f"/pat/schedule answered {response.status}: {await response.text()}")
+
+    async def wait_for_schedule(self, session: aiohttp.ClientSession) -> dict[str, Any]:
+        """Wait until the schedule is over; how it went (``sglang_pat.messages.ScheduleState``)."""
+        async with session.get(self.url + "/pat/schedule") as response:
+            state = await response.json()
+            if response.status != 200 or state["done"] < state["entries"]:
+                raise RuntimeError(f"/pat/schedule answered {response.status}: {state}")
+            return state
+
+    def find_rank_process(self, rank: int) -> psutil.Process:
+        return find_rank_processes(self.list_children())[rank]
 
 
 def _side(item, name: str) -> str:
@@ -262,7 +287,7 @@ def flat() -> Path:
 @pytest.fixture(scope="session")
 def marker() -> Callable[[int], Path]:
     """Folder of the marker model for a token."""
-    return lambda token: models.make_marker_model(MODELS / f"marker{token}", token)
+    return lambda token: make_marker_model(MODELS / f"marker{token}", token)
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from sglang_pat.host.adapter import FOLDER
-from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 
+from .marker_models import make_marker_state_dict
 from .streams import hold
 from .weight_updates import A, B, C, Trainer, check_success, flatten, read_degree, serialize
 
@@ -132,7 +132,7 @@ def test_slime_and_nemo_rl_on_the_trainers_gpus(two, framework):
         if "sessions" in framework:
             check_success(server.post("/begin_weight_update", {"selector": "all"}))
             assert server.post("/begin_weight_update", {"selector": "all"}).status_code == 400, "it has begun"
-        named = list(models.make_marker_state_dict(new).items())
+        named = list(make_marker_state_dict(new).items())
         for part in (named[:7], named[7:]):
             body = {"serialized_named_tensors": [serialize(flatten(part))] * 2, "load_format": "flattened_bucket"}
             body |= {"flush_cache": False, "weight_version": version}

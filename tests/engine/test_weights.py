@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from sglang_pat.testing import models
-
+from .marker_models import make_marker_state_dict
 from .streams import GREEDY, hold, post, tokens
 from .weight_updates import (
     A,
@@ -93,7 +92,7 @@ def test_get_weights_by_name(setup, start):
     server = setup.start_in(start)
     name = "model.layers.0.mlp.down_proj.weight"
     for token in (A, B):
-        wanted = models.make_marker_state_dict(token)[name][:3].tolist()
+        wanted = make_marker_state_dict(token)[name][:3].tolist()
         got = server.post("/get_weights_by_name", {"name": name, "truncate_size": 3}).json()
         assert got == [pytest.approx(row) for row in wanted]
         server.reconfigure(start)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from sglang_pat.host.adapter import FOLDER
-from sglang_pat.testing import models
 from sglang_pat.testing.ports import find_free_port
 from sglang_pat.testing.prefork import popen
 
+from .marker_models import make_marker_state_dict
 from .weight_updates import (
     GROUP,
     A,
@@ -85,7 +85,7 @@ def check_refused(response: Any, said: str) -> None:
 def test_update_that_does_not_fit_is_refused_as_a_whole(two, what):
     """Tensors in shared memory, and in one bucket; no rank takes any of them."""
     server = two.start_in(2)
-    named = list(wrong(models.make_marker_state_dict(B), what).items())
+    named = list(wrong(make_marker_state_dict(B), what).items())
     for tensors, more in ((named, {}), (flatten(named), {"load_format": "flattened_bucket"})):
         body = {"serialized_named_tensors": [serialize(tensors)] * two.ranks} | more
         check_refused(server.post("/update_weights_from_tensor", body), WRONG[what])
@@ -95,7 +95,7 @@ def test_update_that_does_not_fit_is_refused_as_a_whole(two, what):
 def test_what_came_before_a_request_that_is_refused_stays(two):
     """The engine has neither the old weights nor the new ones then, until the whole update comes again."""
     server = two.start_in(2)
-    state = list(models.make_marker_state_dict(B).items())
+    state = list(make_marker_state_dict(B).items())
     first, second = state[: len(state) // 2], state[len(state) // 2 :]
     second += list(wrong(dict(second), "name").items())[-1:]
 
@@ -114,7 +114,7 @@ def test_what_came_before_a_request_that_is_refused_stays(two):
 
 def test_update_that_one_rank_cannot_take_is_refused_by_all(two):
     server = two.start_in(2)
-    state = models.make_marker_state_dict(B)
+    state = make_marker_state_dict(B)
     right, bad = list(state.items()), list(wrong(state, "name").items())
     for items, said in (
         ([serialize(right), serialize(bad)], WRONG["name"]),
@@ -135,7 +135,7 @@ def test_broadcast_that_does_not_fit_is_received_and_refused(two):
     trainer = Trainer(server, two.ranks)
     try:
         for what, said in WRONG.items():
-            check_refused(trainer.broadcast(wrong(models.make_marker_state_dict(B), what)), said)
+            check_refused(trainer.broadcast(wrong(make_marker_state_dict(B), what)), said)
         check_all_layouts(server, A)
         trainer.send(C)
         check_all_layouts(server, C)
@@ -150,7 +150,7 @@ def test_trainer_that_dies_in_an_update_leaves_the_old_weights(two):
     trainer = popen(two.servers.prefork, "tests.engine.weight_updates", argv, os.environ, stdin=subprocess.PIPE)
     try:
         check_success(server.post("/init_weights_update_group", describe_group(port, two.ranks)))
-        state, answers = models.make_marker_state_dict(B), []
+        state, answers = make_marker_state_dict(B), []
         shapes = [list(tensor.shape) for tensor in state.values()]
         body = dict(names=list(state), dtypes=["float32"] * len(state), shapes=shapes, group_name=GROUP)
         post = threading.Thread(target=lambda: answers.append(server.post("/update_weights_from_distributed", body)))

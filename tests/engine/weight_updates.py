@@ -12,10 +12,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from sglang_pat.testing import models
 from sglang_pat.testing.ports import find_free_port
 from sglang_pat.testing.server import Server
 
+from .marker_models import make_marker_state_dict
 from .streams import GREEDY
 
 A, B, C, D, E = 100, 200, 300, 400, 450
@@ -91,7 +91,7 @@ def flatten(named: Any) -> Any:
 def update_from_tensor(server: Server, token: int | list[int], ranks: int, **fields: Any) -> Any:
     """One serialized item for each physical rank; ``token`` may name another one for each."""
     tokens = token if isinstance(token, list) else [token] * ranks
-    states = [list(models.make_marker_state_dict(one).items()) for one in tokens]
+    states = [list(make_marker_state_dict(one).items()) for one in tokens]
     items = [serialize(state) for state in states]
     return server.post("/update_weights_from_tensor", {"serialized_named_tensors": items} | fields)
 
@@ -151,7 +151,7 @@ class Trainer:
         return answer()
 
     def send(self, token: int, **fields: Any) -> None:
-        check_success(self.broadcast(models.make_marker_state_dict(token), **fields))
+        check_success(self.broadcast(make_marker_state_dict(token), **fields))
 
     def close(self) -> None:
         import torch.distributed as dist

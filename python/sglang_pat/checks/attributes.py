@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -11,9 +11,6 @@ from importlib import resources
 from sglang_pat.launch.contract import find_folder
 
 KINDS = ("fixed", "own", "layout", "group", "rank", "free")
-
-AGREED = ("fixed", "group")
-"""Kinds whose values are the same on all ranks of a group after a switch."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +57,6 @@ def find_line(path: str) -> AttributeLine | None:
 
 def _matches(path: str, pattern: str) -> bool:
     return fnmatchcase(path, pattern.replace("[", "[[]"))  # brackets are part of paths
-
-
-def find_unknown_paths(values: Mapping[str, str]) -> list[str]:
-    """Paths of a census that the table does not know."""
-    return sorted(path for path in values if "." in path and find_line(path) is None)
 
 
 @cache

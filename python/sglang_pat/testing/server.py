@@ -218,31 +218,9 @@ class Server(Program):
                 raise RuntimeError(f"/generate answered {response.status}: {data}")
             return data
 
-    async def reconfigure_async(self, session: aiohttp.ClientSession, tp: int) -> tuple[int, dict[str, Any]]:
-        """``(HTTP status, body)`` of ``/pat/reconfigure``."""
-        async with session.post(self.url + "/pat/reconfigure", json={"tp": tp}) as response:
-            return response.status, await response.json()
-
-    async def set_schedule(self, session: aiohttp.ClientSession, *entries: dict[str, Any]) -> None:
-        """Replace the schedule (``--pat-policy schedule``); without entries everything goes on freely."""
-        async with session.post(self.url + "/pat/schedule", json=entries) as response:
-            if response.status != 200:
-                raise RuntimeError(f"/pat/schedule answered {response.status}: {await response.text()}")
-
-    async def wait_for_schedule(self, session: aiohttp.ClientSession) -> dict[str, Any]:
-        """Wait until the schedule is over; how it went (``sglang_pat.messages.ScheduleState``)."""
-        async with session.get(self.url + "/pat/schedule") as response:
-            state = await response.json()
-            if response.status != 200 or state["done"] < state["entries"]:
-                raise RuntimeError(f"/pat/schedule answered {response.status}: {state}")
-            return state
-
     async def stream(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Chunks of a streamed ``/generate``, as they come."""
         async with session.post(self.url + "/generate", json=body | {"stream": True}) as response:
             async for line in response.content:
                 if (found := parse_event(line)) is not None:
                     yield found
-
-    def find_rank_process(self, rank: int) -> psutil.Process:
-        return find_rank_processes(self.list_children())[rank]
