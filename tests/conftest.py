@@ -16,6 +16,8 @@ from hypothesis import HealthCheck, settings
 # What a shell puts in the background (`make test &`) is deaf to Ctrl-C, and so would be the servers of the tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+os.environ.pop("SGLANG_PAT", None)  # settings of whoever runs the tests are none of theirs
+
 # A collection goes through all that torch and others import: a quarter of the time of the unit tests.
 gc.set_threshold(50_000, 20, 20)
 

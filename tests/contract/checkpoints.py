@@ -11,6 +11,13 @@ from safetensors.torch import load_file
 from sglang_pat.layout import ParallelLayout
 
 
+def arguments(model, **options):
+    """Arguments of an adaptive engine of two ranks."""
+    from sglang_pat.host.arguments import make_arguments
+
+    return make_arguments(**dict(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True) | options)
+
+
 class Checkpoint:
     """A random model on disk, and what SGLang makes of it on one rank without peers."""
 

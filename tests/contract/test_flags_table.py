@@ -11,18 +11,14 @@ import pytest
 from sglang.srt.server_args import ServerArgs
 
 from sglang_pat.host import adapter
-from sglang_pat.host.arguments import make_arguments
 from sglang_pat.launch import refusals
 
 from . import flags as tables
+from .checkpoints import arguments
 
 pytestmark = pytest.mark.contract
 
 ROOT = Path(__file__).parents[2]
-
-
-def arguments(model, **options):
-    return make_arguments(**dict(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True) | options)
 
 
 def test_every_flag_is_classified():

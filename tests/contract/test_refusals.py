@@ -13,16 +13,10 @@ from sglang_pat.host import adapter
 from sglang_pat.testing import models
 from sglang_pat.testing.models import ARCHITECTURES
 
-from .checkpoints import MIXTURES, write_mixture_config
+from .checkpoints import MIXTURES, arguments, write_mixture_config
 from .graphs import has_prefill_graphs, set_graphs
 
 pytestmark = pytest.mark.contract
-
-
-def arguments(model, **options):
-    from sglang_pat.host.arguments import make_arguments
-
-    return make_arguments(**dict(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True) | options)
 
 
 REFUSED = [  # flags of SGLang: test_flags_table.py

@@ -151,19 +151,8 @@ def test_a_layout_that_computes_something_else(run_code, model, tmp_path, kind, 
     folder = shutil.copytree(model, tmp_path / "model")
     about = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(about | {"architectures": [kind]}))
-    flags = (
-        "--model-path",
-        folder,
-        "--port",
-        find_free_port(),
-        "--max-total-tokens",
-        512,
-        "--dtype",
-        "float32",
-        "--log-level",
-        "error",
-        *flags,
-    )
+    always = "--max-total-tokens 512 --dtype float32 --log-level error".split()
+    flags = ("--model-path", folder, "--port", find_free_port(), *always, *flags)
     assert check_refused(run_code(WRONG, *BASE, *flags)).startswith(f"error: {LINES[kind]}")
 
 

@@ -78,6 +78,13 @@ async def post(session: aiohttp.ClientSession, server: Server, path: str, data: 
         return response.status
 
 
+def ask(server: Server, path: str, **given: Any) -> Any:
+    """The server's answer, which is no refusal."""
+    answer = server.post(path, given or None)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
 async def read(server: Server, session: aiohttp.ClientSession, request: Body, stream: Stream) -> None:
     async for chunk in server.stream(session, request):
         assert "error" not in chunk, chunk

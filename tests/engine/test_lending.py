@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from .conftest import fault
-from .streams import body, hold, post, tokens, wait_for_status
+from .streams import ask, body, hold, post, tokens, wait_for_status
 from .weight_updates import A, B, C, check_all_layouts, check_success, say, update_from_disk, update_from_tensor
 
 BODIES = [body(i, 120) for i in range(6)]
@@ -17,12 +17,6 @@ async def run_to(server, session, step: int) -> None:
     """All replicas hold so many steps from here."""
     await server.set_schedule(session, {"step": step, "hold": True})
     await server.wait_for_schedule(session)
-
-
-def ask(server, path: str, **given):
-    answer = server.post(path, given or None)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 async def test_two_ranks_of_which_one_is_lent(servers, session, llama):

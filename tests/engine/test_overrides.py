@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -22,7 +21,7 @@ from sglang_pat.testing.server import Server
 from . import called
 from .called import Function
 from .conftest import MODELS
-from .streams import Body, body, check_idle, endless, hold, post, stream_across, through
+from .streams import Body, ask, body, check_idle, endless, hold, post, stream_across, through
 from .weight_updates import Trainer, check_success, serialize
 
 RANKS = 2
@@ -114,7 +113,7 @@ def update_weights(server: Server, model: Path) -> None:
         trainer.close()
     if NEW:
         for path in ("/begin_weight_update", "/end_weight_update"):
-            ask(server, path, {})
+            assert server.post(path, {}).status_code == 200
     assert not server.post("/update_weights_from_ipc", {"zmq_handles": {}}).json()["success"]
 
 
@@ -123,7 +122,7 @@ def use(server: Server, model: Path, folder: Path) -> None:
     through(server, ask_for_everything(), {10: 2, 20: 1})
     asyncio.run(stream_across(server, [body(6, 120)]))
     both = {"input_ids": [body(i)["input_ids"] for i in (7, 8)], "sampling_params": {"max_new_tokens": 4}}
-    assert len(ask(server, "/generate", both)) == 2
+    assert len(ask(server, "/generate", **both)) == 2
     asyncio.run(abort_and_pause(server))
     update_weights(server, model)
     for path in ("/pat/lend_ranks", "/pat/take_back_ranks"):
@@ -131,17 +130,11 @@ def use(server: Server, model: Path, folder: Path) -> None:
     for path in ("/release_memory_occupation", "/resume_memory_occupation"):
         assert server.post(path, {}).status_code == 200
     assert server.post("/start_profile", {"output_dir": str(folder), "num_steps": 2, "activities": ["CPU"]}).ok
-    ask(server, "/generate", body(9, 8))
+    ask(server, "/generate", **body(9, 8))
     assert server.get("/server_info").ok and server.get("/v1/loads").ok
     assert server.post("/open_session", {"capacity_of_str_len": 100, "session_id": "nobody"}).status_code >= 400
     server.find_rank_process(1).kill()
     server.process.wait(60)
-
-
-def ask(server: Server, path: str, given: Any = None) -> Any:
-    answer = server.post(path, given)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 @pytest.fixture(scope="module")

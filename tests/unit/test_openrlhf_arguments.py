@@ -17,11 +17,6 @@ from sglang_pat.integrations.openrlhf.launcher import Launcher
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(autouse=True)
-def no_variable(monkeypatch):
-    monkeypatch.delenv("SGLANG_PAT", raising=False)
-
-
 def test_ours_are_taken_out():
     given, rest = split(
         [

@@ -23,11 +23,6 @@ def config(tp: int = 8, settings: object = None, **changed) -> SimpleNamespace:
     return made
 
 
-@pytest.fixture(autouse=True)
-def no_variable(monkeypatch):
-    monkeypatch.delenv("SGLANG_PAT", raising=False)
-
-
 @pytest.mark.parametrize("made", [config(), config(4), config(8, {"base_tp": 2, "policy": "threshold"}), config(1)])
 def test_accepted(made):
     options.check(made, gpus_per_node=8)
