@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple, cast
 
 import msgspec
 
-from sglang_pat.policies.lending import Training
+from sglang_pat.policies.lending import Count, Training
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """What policies compute with; more cannot be read."""
@@ -369,10 +369,10 @@ class ScheduleEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     tp: Annotated[int, msgspec.Meta(ge=1)] | None = None
     stride: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    arrived: Annotated[int, msgspec.Meta(ge=0)] = 0
-    step: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    batch: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    arrived: Count = 0
+    step: Count | None = None
+    batch: Count | None = None
+    tokens: Count | None = None
     hold: bool = False
 
     def __post_init__(self) -> None:

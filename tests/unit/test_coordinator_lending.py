@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
+import math
 
+import pytest
+from msgspec import structs
+
+from sglang_pat import files
 from sglang_pat import messages as m
 from sglang_pat.coordinator.replicas import Generation
 from sglang_pat.coordinator.switching import RETRY_SECONDS
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import LEASE_SECONDS
-from sglang_pat.policies.lending import LendingDecision, Move, Training
+from sglang_pat.policies.lending import LendingDecision, Move, Training, make_lending_policy
+from sglang_pat.policies.registry import keep_layout
 from sglang_pat.policies.snapshot import Decision
 
 from .coordinator_rig import Rig
 from .coordinator_world import Merged, Refused, Request
+from .policy_world import crossing, machine
 
 pytestmark = pytest.mark.unit
 
@@ -335,6 +341,36 @@ def test_what_lend_ranks_always_refuses_is_never_asked_for(options):
     lend(rig)
     refusal = rig.answers()[-1]
     assert (refusal.code, found["move"], found["why"]) == (400, "never", refusal.message)
+
+
+@pytest.mark.parametrize("is_lent", [False, True])
+@pytest.mark.parametrize("field", [field for field in TRAINING.__struct_fields__ if field != "returned"])
+def test_any_number_is_refused_or_answered(field, is_lent):
+    """An exception would end the engine.  Floats hold integers of up to 308 digits."""
+    predictor, costs = machine(crossing())
+    lending = make_lending_policy(predictor, costs, 4, (1, 2, 4))
+    rig = Rig(1, 4, keep_layout, predictor, lending, costs, policy="survival", profile="-", profile_as_is=True)
+    rig.world.kv_totals = {1: 10**6, 2: 2 * 10**6, 4: 4 * 10**6}
+    rig.work(8)
+    rig.settle()
+    if is_lent:
+        lend(rig)
+        rig.settle()
+        rig.work(1)
+        rig.settle()  # whoever leads now has said how much room there is
+    bounds = []
+    for number in (10**exponent for exponent in (0, 6, 9, 15, 16, 18, 19, 40, 308, 309, 400)):
+        values = structs.asdict(TRAINING) | {"samples": max(8, number) if field == "complete" else 8, field: number}
+        try:
+            training = files.convert(values, Training)
+        except ValueError as error:
+            assert "\n" not in str(error) and len(str(error)) < 200
+            continue
+        bounds.append(number)
+        rig.coordinator.decide_lending(m.LendingQuery(query_id=7, training=training), 0.0)
+        answer = rig.answers()[-1]
+        assert answer.code == 200 and math.isfinite(answer.record["gain"])
+    assert bounds and max(bounds) in (10**9, 10**15)
 
 
 # -- leases --------------------------------------------------------------------------------------------------------

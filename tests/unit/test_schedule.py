@@ -194,6 +194,7 @@ def test_what_does_not_count_in_a_schedule():
 BAD = {
     "two points": ({"tp": 2, "step": 1, "tokens": 2}, "entry 2: step and tokens in one entry: give one of them"),
     "negative": ({"tp": 2, "step": -1}, "entry 2: Expected `int` >= 0"),
+    "too large": ({"tp": 2, "tokens": 10**400}, "entry 2: Expected `int` <= 9007199254740992"),
     "unknown": ({"tp": 2, "left": 3}, "unknown field `left`"),
     "degree": ({"tp": 3}, r"entry 2: tp=3 is not a candidate; choose one of [1, 2, 4]"),
     "stride": ({"stride": 3}, "entry 2: stride=3: choose one of [2, 4] (--pat-candidates 1,2,4)"),

@@ -75,8 +75,11 @@ RISK = 0.0125
 """Share of the step that a lending may lose before ranks are taken back."""
 
 
-Count = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(ge=0)]
+MOST_COUNT, MOST_SECONDS = 2**53, 1e9
+"""Most that a client may say of anything: up to there floats are exact, and nothing that is computed overflows."""
+
+Count = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
+Seconds = Annotated[float, Meta(ge=0, le=MOST_SECONDS)]
 
 
 class Move(StrEnum):
@@ -113,12 +116,12 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ValueError: more complete samples than there are.
     """
 
-    samples: Annotated[int, Meta(ge=1)]
+    samples: Annotated[int, Meta(ge=1, le=MOST_COUNT)]
     complete: Count
     ready: Count
     pending: Count = 0
     seconds_per_token: Seconds
-    slowdown: Annotated[float, Meta(ge=1)] = STRIDE
+    slowdown: Annotated[float, Meta(ge=1, le=MOST_SECONDS)] = STRIDE
     setup: Seconds = 0.0
     spare: Count = 0
     returned: bool = False
