@@ -127,6 +127,15 @@ def test_what_an_engine_reports_is_its_status():
     assert EngineReport.from_status(status, max_running=None).slots == EngineReport.slots
 
 
+def test_lent_replicas_take_no_requests():
+    rig = Rig(1, 4)
+    rig.work(8)
+    rig.coordinator.lend_ranks(m.LendRanks(query_id=1, stride=2), 0.0)
+    rig.settle()
+    found = EngineReport.from_status(read_status(rig), max_running=7)
+    assert (found.gpus, found.replicas, found.slots) == (2, 2, 14)
+
+
 def test_an_engine_that_has_just_switched_is_not_full():
     """The engine's leaders have requests, but have not said yet how much KV there is."""
     rig = Rig(1, 2)

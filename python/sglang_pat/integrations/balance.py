@@ -29,8 +29,8 @@ class EngineReport:
     """What an engine last said of itself.
 
     Attributes:
-        gpus: number of its GPUs.
-        replicas: in its layout.
+        gpus: number of its GPUs that work.
+        replicas: that work, in its layout.
         slots: requests that it decodes at once, in this layout.
         waiting: requests that wait for a slot, for KV or for their prefill.
         kv_free: KV tokens that are not in use.
@@ -56,12 +56,13 @@ class EngineReport:
             max_running: requests that a replica decodes at once, in any layout; None if memory is the only bound.
         """
         groups, layout = status["groups"], status["layout"]
+        replicas = len(groups)  # those that work: others may be lent
         # Right after a switch a replica has not yet said how much KV it has.
         kv_known = all(group["kv_total"] for group in groups)
         return cls(
-            gpus=layout["tp"] * layout["dp"],
-            replicas=layout["dp"],
-            slots=cls.slots if max_running is None else layout["dp"] * max_running,
+            gpus=layout["tp"] * replicas,
+            replicas=replicas,
+            slots=cls.slots if max_running is None else replicas * max_running,
             kv_free=sum(group["kv_total"] - group["tokens"] for group in groups) if kv_known else cls.kv_free,
             expected_seconds=status["expected_seconds"],
             **{name: sum(group[name] for group in groups) for name in ("running", "waiting", "tokens")},
