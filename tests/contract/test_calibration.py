@@ -159,3 +159,28 @@ async def test_first_requests_wait_for_it_and_it_does_not_wait_for_them(monkeypa
     assert manager.requests == ["made up", "waits"]
     await manager.told("waits", "length")
     await waits
+
+
+@pytest.mark.parametrize("shuts", ["memory", "pause"])
+async def test_it_begins_when_the_gate_opens(monkeypatch, shuts):
+    """Its own requests would wait there, too, until they are aborted as too slow."""
+    manager, begun = World(monkeypatch), []
+
+    async def calibrate(manager) -> None:
+        begun.append(manager)
+
+    monkeypatch.setattr("sglang_pat.server.tokenizer.calibrate", calibrate)
+    manager._pat_calibrates = True
+    if shuts == "memory":
+        manager._pat_released = {"weights"}
+    else:
+        manager.is_pause = True
+    waits = manager.ask("waits")
+    await settle()
+    assert not begun and not manager.requests
+    manager.is_pause = False
+    manager._pat_resume_memory({"weights"})
+    await settle()
+    assert begun == [manager] and manager.requests == ["waits"], "nobody else has to come"
+    await manager.told("waits", "length")
+    await waits

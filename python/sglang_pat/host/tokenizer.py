@@ -122,7 +122,6 @@ class RoutedTokenizerManager(PausingTokenizerManager):
         """Check ``obj``; raises ValueError if it is not a request that the engine takes."""
         request_validation.check_request(obj, None if request is None else request_validation.find_route(request))
         request_validation.drop_unknown_labels(obj, self.server_args)
-        self._pat_calibrate()
 
     def _init_req_state(self, obj: Any, request: Any = None) -> None:
         """Have SGLang make a state of each part of ``obj``, which is remembered from here on."""
@@ -144,7 +143,10 @@ class RoutedTokenizerManager(PausingTokenizerManager):
         states = [*self._pat_parts[number].values()]
 
         def passes() -> bool:
-            shut = self._pat_is_gate_closed() or (self._pat_calibrates and not made_up)
+            shut = self._pat_is_gate_closed()
+            if not shut:  # no sooner: the requests that it makes up would wait here, too
+                self._pat_calibrate()
+                shut = self._pat_calibrates and not made_up
             return not shut or all(state.finished for state in states)
 
         while not passes():
@@ -183,7 +185,7 @@ class RoutedTokenizerManager(PausingTokenizerManager):
     # -- what a subclass does with the first request ------------------------------------------------
 
     def _pat_calibrate(self) -> None:
-        """Called when a request is admitted; requests wait at the gate while ``_pat_calibrates``."""
+        """Called when a request comes to the open gate; requests wait there while ``_pat_calibrates``."""
 
     def _pat_begin_log(self) -> None:
         """Called when a request is about to be sent: requests count from here on."""
