@@ -246,6 +246,19 @@ def test_a_layout_is_tried_out_where_little_is_known_of_it():
     assert dear(unknown, LEARNT).tp == 2, "not worth the switch"
 
 
+@pytest.mark.parametrize("doubt", [0.3, 0.5, 0.7, 0.9, 1.1])
+def test_no_step_is_expected_to_take_less_than_no_time(doubt):
+    """The logarithm of a factor is in doubt.  A step in tp=2 takes 2.8 times as long as in tp=1, in tp=4 7 times: tp=2
+    is worth a trial where a third of that would be no wonder, tp=4 is not."""
+    slow = {1: 1.0, 2: 1.8, 4: 2.6}
+    found = crossing(
+        decode=decode_points(lambda tp, *of: (4e-3 + 1e-6 * of[1] * of[2]) * slow[tp], (1, 4, 16, 64), (128, 4096)),
+        control=0.1,
+    )
+    situation = replace(snapshot([60] * 64, complete=True), doubts={1: 0.0, 2: doubt, 4: doubt})
+    assert policy(found)(situation, LEARNT).tp == (2 if doubt > 1 else 1)
+
+
 def test_a_layout_is_not_entered_for_a_moment():
     """Prompts are computed 0.24 s sooner in tp=2, which an interval of tokens there and a second switch would cost less
     than.  But whoever goes to tp=2 stays there for a second."""

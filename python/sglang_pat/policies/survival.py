@@ -14,6 +14,7 @@ A round of a known size starts in the layout that is best for all of it, before 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -116,10 +117,10 @@ def _estimate_with_trial(
 ) -> dict[int, float]:
     """Expected seconds by degree, where the factor of an unknown one is found out on arrival.
 
-    Three values stand for the factor (Gauss-Hermite); for each there is a best course, which may be to go back at once.
-    So the less is known of a layout the less it takes, and what it takes is never less than knowing it would save.
-    Only if the plan is to stay: if it is to switch, that is what should be tried.  Only where the next step would be
-    faster if the factor were one standard deviation better.
+    Three values stand for the factor's logarithm (Gauss-Hermite); for each there is a best course, which may be to go
+    back at once.  So the less is known of a layout the less it takes, and what it takes is never less than knowing it
+    would save.  Only if the plan is to stay: if it is to switch, that is what should be tried.  Only where the next
+    step would be faster if the factor were one standard deviation better.
     """
     totals, here = plan.by_degree, snapshot.tp
     if snapshot.switches >= TRIED_AFTER or min(totals, key=lambda tp: totals[tp]) != here:
@@ -127,11 +128,11 @@ def _estimate_with_trial(
     totals = dict(totals)
     for tp in totals:
         doubt = snapshot.doubts.get(tp, 0.0)
-        if tp == here or doubt <= UNKNOWN or 1 - plan.saving[tp] > 1 / (1 - doubt):
+        if tp == here or doubt <= UNKNOWN or 1 - plan.saving[tp] > math.exp(doubt):
             continue
         for off in (-(3**0.5) * doubt, 3**0.5 * doubt):
             factor = snapshot.factors.get(tp, StepFactor())
-            factors = {**snapshot.factors, tp: factor._replace(scale=factor.scale * (1 + off))}
+            factors = {**snapshot.factors, tp: factor._replace(scale=factor.scale * math.exp(off))}
             trial = planner.plan(replace(snapshot, factors=factors), outlook)
             totals[tp] += (trial.by_degree[tp] - plan.by_degree[tp]) / 6
     return totals
