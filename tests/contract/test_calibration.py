@@ -163,7 +163,7 @@ async def test_first_requests_wait_for_it_and_it_does_not_wait_for_them(monkeypa
 
 @pytest.mark.parametrize("shuts", ["memory", "pause"])
 async def test_it_begins_when_the_gate_opens(monkeypatch, shuts):
-    """Its own requests would wait there, too, until they are aborted as too slow."""
+    """A calibration at a shut gate would wait for its own requests there, until they are aborted as too slow."""
     manager, begun = World(monkeypatch), []
 
     async def calibrate(manager) -> None:

@@ -335,7 +335,7 @@ def test_without_a_profile_the_room_for_kv_decides():
 
 @pytest.mark.parametrize("options", [{}, {"degrees": (1, 2)}, {"degrees": (1, 2, 4), "weights": "reshard"}], ids=str)
 def test_what_lend_ranks_always_refuses_is_never_asked_for(options):
-    """Without a profile nobody goes to tp=2, and only three of four ranks can be lent."""
+    """The policy ``threshold`` without a profile leaves out tp=2, so only three of four ranks can be lent."""
     rig = make_roomy_rig(**options)
     found = ask(rig).record
     lend(rig)

@@ -267,7 +267,7 @@ def test_a_probe_moves_no_idle_engine():
 
 @pytest.mark.parametrize("name", ["threshold", "survival"])
 def test_nor_does_one_where_rounds_start_in_another_degree(name):
-    """For want of KV in the last one."""
+    """The last round had too little room for KV."""
     predictor, costs = machine(crossing())
     decide = make_policy(name, switch_at=1, predictor=predictor, costs=costs)
     rig = Rig(1, 4, decide, policy=name, switch_at=1, degrees=(1, 2, 4), profile="-")
