@@ -31,7 +31,7 @@ REFUSED = {
     io.InitWeightsSendGroupForRemoteInstanceReqInput,
     io.SendWeightsToRemoteInstanceReqInput,
 }
-"""Of all ranks, some of whose memory a trainer has."""
+"""What is of all ranks: a trainer has the memory of some."""
 
 
 def test_what_takes_ranks_back_and_what_is_refused():
