@@ -35,28 +35,37 @@ def remote(function):
 
 
 class Engine:
-    """Generates the tokens 0, 1, … of a response of nine; dies after so many, in parts of two; 9: after the whole
-    answer; None: never."""
+    """Generates the tokens 0, 1, … of a response of nine; dies after so many, in parts of two; -1: before it gets the
+    request; 9: after the whole answer; None: never.
 
-    def __init__(self, degree: int, dies_after: int | None) -> None:
-        self.degree, self.dies_after = degree, dies_after
+    Args:
+        whole: whether it sends no token before the whole answer.
+    """
+
+    def __init__(self, degree: int, dies_after: int | None, step: int = 7, whole: bool = False) -> None:
+        self.degree, self.dies_after, self.step, self.whole = degree, dies_after, step, whole
         self.asked: list[tuple[list[int], dict[str, Any]]] = []
         self.generate_parts = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._generate))
 
     async def _generate(self, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any):
         self.asked.append((prompt_ids, sampling_params))
+        if self.dies_after == -1:
+            raise ActorDiedError
+        nothing = TokenOutput(token_ids=[])
+        yield answer(nothing)
         known = len(prompt_ids) - len(PROMPT)
-        fields = {DEGREES: ((0, self.degree),), STEPS: ((0, 7),)}
+        fields = {DEGREES: ((0, self.degree),), STEPS: ((0, self.step),)}
         for begin in range(known, 9, 2):
             if self.dies_after is not None and begin >= self.dies_after:
                 raise ActorDiedError
             ids = list(range(begin, min(begin + 2, 9)))
-            yield answer(TokenOutput(token_ids=ids, log_probs=[-float(i) for i in ids], extra_fields=fields))
+            part = TokenOutput(token_ids=ids, log_probs=[-float(i) for i in ids], extra_fields=fields)
+            yield answer(nothing if self.whole else part)
         ids = list(range(known, 9))
         yield answer(
             TokenOutput(
                 token_ids=ids, log_probs=[-float(i) for i in ids], stop_reason="stop",
-                extra_fields=fields | {STOPS: ["stop"], "global_steps": 7},
+                extra_fields=fields | {STOPS: ["stop"], "global_steps": self.step},
             )
         )  # fmt: skip
         if self.dies_after == 9:
@@ -130,14 +139,30 @@ def test_the_limit_that_verls_server_would_set_counts_for_the_whole_response():
     [
         ((0, 0), "engines a and b died while they had request r, 2 of them before its first token, with a prompt of 3"),
         ((1, 3, 5, 7), "engines a and b and c and d died while they had request r, 0 of them before its first token"),
+        ((0, -1, 0), "engines a and c died while they had request r, 2 of them before its first token"),
     ],
 )
-def test_a_request_that_kills_is_given_up(lives, said):
-    engines = {name: Engine(1, dies) for name, dies in zip("abcd", lives, strict=False)} | {"e": Engine(1, None)}
-    last = engines["e"]
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_request_that_kills_is_given_up(lives, said, whole):
+    engines = {name: Engine(1, dies, whole=whole) for name, dies in zip("abcd", lives, strict=False)}
+    last = engines["e"] = Engine(1, None)
     with pytest.raises(RuntimeError, match=said):
         generate(client.AdaptiveClient, engines)
     assert not last.asked
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_engines_that_were_dead_before_they_had_a_request_did_not_die_of_it(kind):
+    engines = {name: Engine(1, -1) for name in "abcd"} | {"e": Engine(1, None)}
+    output = generate(kind, engines)
+    assert output.token_ids == list(range(9)) and MOVES not in output.extra_fields and list(engines) == ["e"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_least_step_of_a_response_is_that_of_its_oldest_tokens(kind):
+    fields = generate(kind, {"a": Engine(1, 4, step=6), "b": Engine(1, -1, step=5), "c": Engine(1, None)}).extra_fields
+    assert tuple(fields[STEPS]) == ((0, 6), (4, 7))
+    assert (fields["min_global_steps"], fields["max_global_steps"]) == (6, 7)
 
 
 def test_no_engine_is_left():

@@ -245,11 +245,10 @@ def make_launch(monkeypatch, launch_server):
 
 @pytest.mark.parametrize("whole", ["", "routed", "stop"])
 def test_a_response_comes_in_parts_if_it_could_go_on_from_its_tokens(monkeypatch, whole):
-    """The first token, then each four; the answer has all tokens, whatever came before."""
+    """Nothing, the first token, then each four; the answer has all tokens, whatever came before."""
     monkeypatch.setattr(replicas, "PART_TOKENS", 4)
 
     async def generate_request(obj, request):
-        assert obj.stream == (not whole)
         for count in range(1, 12) if obj.stream else (11,):
             meta = {
                 "finish_reason": {"type": "stop"} if count == 11 else None, "tp_from_token": [(0, 2)],
@@ -268,11 +267,15 @@ def test_a_response_comes_in_parts_if_it_could_go_on_from_its_tokens(monkeypatch
         request = {"prompt_ids": [1, 2, 3], "sampling_params": params, "request_id": "a"}
         return [part async for part in server.generate_parts(**request)]
 
-    *parts, answer = asyncio.run(ask())
-    assert [part.token_ids for part in parts] == ([] if whole else [[0], [1, 2, 3, 4], [5, 6, 7, 8]])
+    first, *parts, answer = asyncio.run(ask())
+    assert not first.token_ids and first.stop_reason is None
+    if whole:
+        assert len(parts) == 3 and not any(part.token_ids for part in parts), "but it is known that it has begun"
+        return
+    assert [part.token_ids for part in parts] == [[0], [1, 2, 3, 4], [5, 6, 7, 8]]
     assert [part.log_probs for part in parts] == [[-float(i) for i in part.token_ids] for part in parts]
     assert all(part.extra_fields == {DEGREES: [(0, 2)], STEPS: ((0, 1),)} for part in parts)
-    assert answer.token_ids == ([] if whole == "routed" else list(range(11))) and answer.stop_reason == "stop"
+    assert answer.token_ids == list(range(11)) and answer.stop_reason == "stop"
 
 
 @pytest.mark.parametrize("skip", [True, False], ids=["skip_tokenizer_init", "tokenizer"])

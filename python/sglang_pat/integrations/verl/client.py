@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from sglang_pat.integrations.verl.fields import DEGREES, MOVES, STEPS, STOPS, Runs, StopReasons, Turns, join_spans
+from sglang_pat.integrations.verl.fields import DEGREES, MOVES, STEPS, STOPS, StopReasons, Turns, join_spans
 from sglang_pat.rollout.requests import FIRST_LIVES, LIVES
 
 logger = logging.getLogger(__name__)
@@ -35,11 +35,15 @@ _sessions: WeakValueDictionary[tuple[str, str], Turns | StopReasons] = WeakValue
 
 
 class _EngineDied(Exception):
-    """The engine ``name`` has died; ``sent``: what it had sent of the response."""
+    """The engine ``name`` has died; ``sent``: the parts of the response that it had sent, as
+    :meth:`~.replica.AdaptiveServer.generate_parts` yields them."""
 
-    def __init__(self, name: str, sent: TokenOutput) -> None:
+    def __init__(self, name: str, sent: Sequence[TokenOutput]) -> None:
         super().__init__()
-        self.name, self.sent = name, sent
+        self.name, self.had, self.had_begun = name, bool(sent), len(sent) > 1
+        self.output = _concatenate(sent)
+        if sent:  # the last one's fields are about all tokens
+            self.output.extra_fields = sent[-1].extra_fields
 
 
 class _Engine:
@@ -57,10 +61,7 @@ class _Engine:
                 parts.append(await reference)
         except RayActorError:
             if not parts or parts[-1].stop_reason is None:  # else the whole answer is here
-                sent = _concatenate(parts)
-                if parts:  # the last one's fields are about all tokens
-                    sent.extra_fields = parts[-1].extra_fields
-                raise _EngineDied(self._name, sent) from None
+                raise _EngineDied(self._name, parts) from None
         return parts[-1]
 
 
@@ -81,6 +82,8 @@ class SurvivingClient(LLMServerClient):
         """
         parts: list[TokenOutput] = []
         died: list[str] = []
+        had: list[str] = []
+        at_once = 0
         while True:
             known = [token for part in parts for token in part.token_ids]
             params = self._leave_room(sampling_params, len(prompt_ids), len(known))
@@ -90,17 +93,19 @@ class SurvivingClient(LLMServerClient):
                 )
                 return _join(parts, output) if parts else output
             except _EngineDied as death:
-                parts.append(death.sent)
                 died.append(death.name)
+                if death.had:  # else it was dead before
+                    parts.append(death.output)
+                    had.append(death.name)
+                    at_once += not death.had_begun
             except RuntimeError as error:
                 if not died or "No available servers" not in str(error):
                     raise
                 raise RuntimeError(f"no engine is left: {' and '.join(died)} died, and all others before") from None
             await self._load_balancer.remove_servers.remote(died[-1:])
-            at_once = sum(not part.token_ids for part in parts)
-            if len(died) == LIVES or at_once == FIRST_LIVES:
+            if len(had) == LIVES or at_once == FIRST_LIVES:
                 raise RuntimeError(
-                    f"engines {' and '.join(died)} died while they had request {request_id}, {at_once} of them before "
+                    f"engines {' and '.join(had)} died while they had request {request_id}, {at_once} of them before "
                     f"its first token, with a prompt of {len(prompt_ids)} tokens: it is not tried on another one; "
                     "their logs say why they died"
                 )
@@ -143,12 +148,18 @@ def _concatenate(parts: Sequence[TokenOutput]) -> TokenOutput:
     )
 
 
-def _join_runs(parts: Sequence[TokenOutput]) -> dict[str, Runs]:
-    """The fields that are runs, of a response in parts; a part without them has no tokens, or is of another engine."""
-    return {
+def _join_runs(parts: Sequence[TokenOutput]) -> dict[str, Any]:
+    """The fields that are runs, of a response in parts, and verl's least step of its tokens.
+
+    A part without them has no tokens, or is of another engine.
+    """
+    joined: dict[str, Any] = {
         name: join_spans((len(part.token_ids), part.extra_fields[name]) for part in parts if name in part.extra_fields)
         for name in _RUNS
     }
+    if steps := [step for _, step in joined[STEPS] if step is not None]:
+        joined["min_global_steps"] = min(steps)
+    return joined
 
 
 class AdaptiveClient(SurvivingClient):

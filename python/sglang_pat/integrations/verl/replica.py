@@ -93,19 +93,21 @@ class AdaptiveServer(SGLangHttpServer):
         return output
 
     async def generate_parts(self, **request: Any) -> AsyncIterator[TokenOutput]:
-        """The first tokens of a response, then the new ones each time that there are :data:`PART_TOKENS`, then the
-        answer of :meth:`generate`, with all tokens.
+        """First an empty part: this engine has the request.  Then the first tokens of the response, then the new ones
+        each time that there are :data:`PART_TOKENS`, then the answer of :meth:`generate`, with all tokens.
 
-        There are no parts of a response that could not go on elsewhere from its tokens.
+        The parts of a response that could not go on elsewhere from its tokens are empty, too.
         """
+        nothing = TokenOutput(token_ids=[])
+        yield nothing
         queue: asyncio.Queue[TokenOutput | None] = asyncio.Queue()
-        if not self._routed and not find_whole_only(request["sampling_params"]):
-            _parts.set(queue.put_nowait)
+        _parts.set(queue.put_nowait)
+        goes_on = not self._routed and not find_whole_only(request["sampling_params"])
         answer = asyncio.ensure_future(self.generate(**request))
         answer.add_done_callback(lambda _: queue.put_nowait(None))
         while (part := await queue.get()) is not None:
             part.extra_fields[STEPS] = ((0, self.global_steps),)
-            yield part
+            yield part if goes_on else nothing
         yield await answer
 
     async def live(self) -> None:
