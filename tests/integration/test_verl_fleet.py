@@ -500,15 +500,14 @@ class Http:
         return "flushed"
 
 
-def make_surviving(http: Http, dies: float | None) -> Any:
-    def life() -> Any:
-        async def live() -> None:
-            await asyncio.sleep(1e6 if dies is None else dies)
-            raise ActorDiedError
+def make_surviving(http: Http, dies: float | None, lives: list[str] | None = None) -> Any:
+    async def live() -> None:
+        if lives is not None:
+            lives.append("waits")
+        await asyncio.sleep(1e6 if dies is None else dies)
+        raise ActorDiedError
 
-        return SimpleNamespace(future=lambda: asyncio.run_coroutine_threadsafe(live(), asyncio.get_running_loop()))
-
-    return adapter._Surviving(http, SimpleNamespace(live=SimpleNamespace(remote=life)))
+    return adapter._Surviving(http, SimpleNamespace(live=SimpleNamespace(remote=live)))
 
 
 @pytest.mark.parametrize(
@@ -533,3 +532,16 @@ def test_calls_to_an_engine_that_dies_return_nothing(monkeypatch, http, dies, re
             asyncio.run(run())
     else:
         assert asyncio.run(run()) == result
+
+
+def test_an_engine_is_asked_once_whether_it_lives():
+    """Ray keeps each such question, and who asks, until the actor dies."""
+    lives: list[str] = []
+
+    async def run() -> None:
+        surviving = make_surviving(Http(None), None, lives)
+        for _ in range(3):
+            assert await surviving.flush_cache() == "flushed"
+
+    asyncio.run(run())
+    assert lives == ["waits"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Generator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -48,28 +49,30 @@ class _Surviving:
     """verl's HTTP client of ``engine``; once ``actor`` is dead, calls return None."""
 
     def __init__(self, engine: Any, actor: ActorHandle) -> None:
-        self._engine, self._life = engine, actor.live.remote()
+        self._engine = engine
+        self._death = asyncio.ensure_future(_wait_for_death(actor))  # one for all calls: Ray keeps each until then
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._engine, name)
 
         async def survive(*args: Any, **named: Any) -> Any:
-            call = asyncio.ensure_future(method(*args, **named))
-            death = asyncio.wrap_future(self._life.future())
+            call, death = asyncio.ensure_future(method(*args, **named)), self._death
             await asyncio.wait({call, death}, return_when=asyncio.FIRST_COMPLETED)  # verl's client tries for long
             try:
-                if call.done() and not _may_be_of_death(call.exception()):
+                if call.done() and _may_be_of_death(call.exception()):
+                    await asyncio.wait({death}, timeout=DYING_SECONDS)
+                if not death.done():
                     return call.result()
-                await asyncio.wait_for(death, DYING_SECONDS)
-            except RayActorError:
                 logger.warning("an engine is dead, and gets no weights (%s)", name)
-            except TimeoutError:
-                return call.result()
             finally:
                 call.cancel()
-                death.cancel()
 
         return survive
+
+
+async def _wait_for_death(actor: ActorHandle) -> None:
+    with suppress(RayActorError):
+        await actor.live.remote()
 
 
 def _may_be_of_death(error: BaseException | None) -> bool:
