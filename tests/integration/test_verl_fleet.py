@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
-from sglang_pat.integrations.verl import adapter, client, fleet, replica, resize
+from sglang_pat.integrations.verl import adapter, client, fleet, replica, resize, trainers
 from sglang_pat.integrations.verl.fields import DEGREES, MOVES, STEPS, STOPS
 from sglang_pat.tools import commands
 
@@ -183,7 +183,7 @@ class Replica:
     rollout_mode, nnodes, name_suffix = RolloutMode.HYBRID, 1, ""
 
     def __init__(self, number: int) -> None:
-        self.replica_rank, self.slept = number, 0
+        self.replica_rank, self.asleep = number, True
         self._server_handle, self._server_address = f"actor {number}", f"address {number}"
         self.servers = []
 
@@ -194,9 +194,10 @@ class Replica:
         name, _, starts = self._server_handle.removeprefix("actor ").partition(".")
         name = f"{name}.{int(starts or 0) + 1}"
         self._server_handle, self._server_address = f"actor {name}", f"address {name}"
+        self.asleep = False
 
     async def sleep(self) -> None:
-        self.slept += 1
+        self.asleep = True
 
     async def abort_all_requests(self, reject_request: bool) -> None:
         if self.replica_rank == 0:
@@ -204,16 +205,25 @@ class Replica:
 
 
 class MadeFleet(fleet.Fleet):
-    """A fleet without Ray; ``dying``: engines that die before, and in, each update."""
+    """A fleet without Ray; ``dying``: engines that die before, and in, each update.
 
-    def __init__(self, joins: bool, *dying: set[int]) -> None:
+    Attributes:
+        fails: engines whose workers die in each of the first updates, which fail; None: a trainer dies.
+    """
+
+    backend, fails = "naive", ()
+
+    def __init__(self, *dying: set[int]) -> None:
         self.replicas = [Replica(0), Replica(1)]
         self.added: dict[str, str] = {}
+        self.removed: list[str] = []
         self._servers = SimpleNamespace(
-            server_handles=["actor 0", "actor 1"], server_addresses=["address 0", "address 1"],
-            global_load_balancer=SimpleNamespace(add_servers=remote(self.added.update)),
-        )  # fmt: skip
-        self._joins, self._new, self._deaths, self._start_seconds, self._lives = joins, [], 0, 0.0, {}
+            server_handles=["actor 0", "actor 1"], server_addresses=["address 0", "address 1"]
+        )
+        self._balancer = SimpleNamespace(
+            add_servers=remote(self.added.update), remove_servers=remote(self.removed.extend)
+        )
+        self._new, self._deaths, self._start_seconds, self._lives, self._step = [], 0, 0.0, {}, None
         self._count, self._leaving, self._dying, self.updates = None, [], list(dying), 0
         self._starts, self._threads, self._have_gpus = {}, ThreadPoolExecutor(), False
 
@@ -232,6 +242,16 @@ def made(monkeypatch):
         async def update_weights(self, global_steps):
             one.updates += 1
             one._dying.pop(0)
+            for each in one.replicas:
+                assert each.asleep == (one.backend == "naive"), "verl wakes them up, or releases their KV"
+                each.asleep = one.backend != "naive"
+            if len(one.fails) >= one.updates:
+                for each in one.replicas:
+                    each.has_node = each.has_node and each.replica_rank != one.fails[one.updates - 1]
+                raise ActorDiedError
+            for each in one.replicas:
+                each.asleep = False
+            one.step = global_steps
             return {"sent": one.updates}
 
         async def free_names(replica):
@@ -244,20 +264,42 @@ def made(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("joins", [True, False])
-def test_what_died_is_started_anew_and_joins_with_the_weights(made, joins):
-    one = made(joins, {0}, set(), set())
+def test_what_died_is_started_anew_and_joins_with_the_weights(made):
+    one = made({0}, set(), set())
     assert asyncio.run(_update(one)) == {"sent": 1}
-    assert [replica.slept for replica in one.replicas] == [1, 0]
     assert one._servers.server_handles == ["actor 0.1", "actor 1"]
-    assert one.added == ({"address 0.1": "actor 0.1"} if joins else {})
+    assert one.added == {"address 0.1": "actor 0.1"}
+    assert one.removed == ["address 0"], "it died asleep: no request has found it dead"
     assert one.take_metrics()["rollout/engine_deaths"] == 1 and one.take_metrics()["rollout/engine_deaths"] == 0
 
 
+@pytest.mark.parametrize(("mode", "requested"), [("sync", "own"), ("separate_async", "standalone")])
+def test_new_engines_join_the_balancer_that_has_the_requests(monkeypatch, mode, requested):
+    """In ``separate_async`` the trainer may have added an engine's place to it before the update that replaces it."""
+    made = []
+
+    def setup(self) -> None:
+        self.checkpoint_manager = self.llm_server_manager = SimpleNamespace(global_load_balancer="own")
+        if mode == "separate_async":
+            self.standalone_checkpoint_manager = self.checkpoint_manager
+            self.standalone_server_manager = SimpleNamespace(global_load_balancer="standalone")
+
+    kind = trainers.TRAINER_REGISTRY[mode]
+    monkeypatch.setattr(kind.__mro__[2], "_setup", setup)
+    monkeypatch.setattr(trainers, "Fleet", lambda manager, servers, balancer, own_gpus: made.append(balancer))
+    monkeypatch.setattr(trainers.rewards, "is_used", lambda config: False)
+    trainer = object.__new__(kind)
+    trainer.is_adaptive, trainer.config = True, None
+    trainer.replay_buffer = SimpleNamespace(_wait_for_next_poll=None)
+    trainer._setup()
+    assert made == [requested] * (1 + (mode == "separate_async"))
+
+
 def test_several_engines_are_started_at_the_same_time(made, monkeypatch):
-    one, under_way = made(True, {0, 1}, set()), []
+    one, under_way = made({0, 1}, set()), []
 
     async def launch_servers(self) -> None:
+        self.asleep = False
         under_way.append(self.replica_rank)
         while len(under_way) < 2:
             await asyncio.sleep(0)
@@ -270,7 +312,7 @@ def test_several_engines_are_started_at_the_same_time(made, monkeypatch):
 
 def test_an_engine_is_started_while_the_others_generate(made):
     """The new one sleeps with them, and joins with the weights."""
-    one = made(True, {0}, set())
+    one = made({0}, set())
     one.start_dead()
     assert not one._starts, "a trainer has the GPUs"
     one._have_gpus = True
@@ -278,14 +320,14 @@ def test_an_engine_is_started_while_the_others_generate(made):
         one.start_dead()
     assert list(one._starts) == [0] and one._servers.server_handles == ["actor 0", "actor 1"]
     asyncio.run(_sleep(one))
-    assert one._servers.server_handles == ["actor 0.1", "actor 1"] and one.replicas[0].slept > 0 and not one.added
+    assert one._servers.server_handles == ["actor 0.1", "actor 1"] and one.replicas[0].asleep and not one.added
     one._dying = [set(), set()]
     assert asyncio.run(_update(one)) == {"sent": 1} and one.added == {"address 0.1": "actor 0.1"}
     assert one.take_metrics()["rollout/engine_deaths"] == 1 and one._have_gpus
 
 
 def test_what_did_not_start_meanwhile_is_started_before_the_update(made, monkeypatch):
-    one, fails = made(True, {0}, set()), [True]
+    one, fails = made({0}, set()), [True]
 
     async def launch_servers(self) -> None:
         if fails:
@@ -301,20 +343,31 @@ def test_what_did_not_start_meanwhile_is_started_before_the_update(made, monkeyp
 
 
 def test_an_engine_that_dies_in_the_update_is_sent_the_weights_again(made):
-    one = made(True, set(), {1}, set())
+    one = made(set(), {1}, set())
     assert asyncio.run(_update(one)) == {"sent": 2} and one._servers.server_handles == ["actor 0", "actor 1.1"]
     assert set(one.added) == {"address 1.1"}
 
 
 def test_engines_that_die_again_and_again_end_the_job(made):
-    one = made(True, {0}, {1}, {1}, {0, 1})
+    one = made({0}, {1}, {1}, {0, 1})
     with pytest.raises(RuntimeError, match="engines 0, 1 have died in each of 3 updates of the weights to step 5"):
         asyncio.run(_update(one))
     assert not one.added
 
 
-async def _update(one: MadeFleet) -> Any:
-    return await one.update_weights(5)
+def test_without_a_step_the_weights_are_those_sent_last(made):
+    """As verl sends them after a validation; a new engine has no step yet."""
+    one = made(set(), set(), {1}, set())
+    asyncio.run(_update(one))
+    asyncio.run(_sleep(one))
+    one._dying.pop(0)
+    assert one.step == 5
+    one.step = None
+    assert asyncio.run(_update(one, None)) == {"sent": 2} and one.step == 5
+
+
+async def _update(one: MadeFleet, step: int | None = 5) -> Any:
+    return await one.update_weights(step)
 
 
 async def _sleep(one: MadeFleet) -> None:
@@ -328,6 +381,7 @@ class OwnReplica(Replica):
 
     def __init__(self, replica_rank: int, **_: Any) -> None:
         super().__init__(replica_rank)
+        self.asleep = False
         self.workers, self.aborted = [SimpleNamespace(__ray_ready__=SimpleNamespace(remote=self._ready))], False
 
     async def _ready(self) -> None:
@@ -338,6 +392,10 @@ class OwnReplica(Replica):
 
     async def abort_all_requests(self, reject_request: bool) -> None:
         self.aborted = reject_request
+
+    async def resume_kv_cache(self) -> None:
+        assert self.asleep, "SGLang fails"
+        self.asleep = False
 
 
 class Count:
@@ -358,17 +416,16 @@ def resized(made, monkeypatch):
     """Makes fleets of two engines with GPUs of their own: 1 and 2; ``room``: what Ray lacks for more."""
 
     def make(wanted: int, dying: set[int] = frozenset(), without_node: set[int] = frozenset(), room: str = "") -> Any:
-        one = made(True, dying, set(), set())
+        one = made(dying, set(), set(), set())
         one.replicas = [OwnReplica(number) for number in (1, 2)]
         for each in one.replicas:
             each.has_node = each.replica_rank not in without_node
-        one.released, one.removed = [], []
+        one.released = []
         one._count, one._last_number, one._lives, one._lacks = Count(wanted), 2, {1: None, 2: None, 3: None}, ""
         one.backend, one.backend_cls, one.config = "gloo", object, SimpleNamespace(engine_kwargs={})
         one._servers.server_handles, one._servers.server_addresses = ["actor 1", "actor 2"], ["address 1", "address 2"]
         one._servers.rollout_replica_class, one._servers.model_config = OwnReplica, None
         one._servers.rollout_config = SimpleNamespace(n_gpus_per_node=2)
-        one._servers.global_load_balancer.remove_servers = remote(one.removed.extend)
         monkeypatch.setattr(fleet, "_find_lacking", lambda gpus: room)
         monkeypatch.setattr(fleet, "_release", lambda replica: one.released.append(replica.replica_rank))
         return one
@@ -395,7 +452,8 @@ def test_as_many_engines_as_are_wanted(resized, wanted, dying, without_node, sta
     assert asyncio.run(_update(one)) == {"sent": 1}
     assert one._servers.server_handles == [replica.server_handle for replica in one.replicas] == stays
     assert one._servers.server_addresses == [replica.server_address for replica in one.replicas]
-    assert sorted(one.released) == left and one.removed == [f"address {number}" for number in left]
+    restarted = dying - set(left)
+    assert sorted(one.released) == left and set(one.removed) == {f"address {number}" for number in {*left, *restarted}}
     assert set(one.added.values()) == {handle for handle in stays if "." in handle}, "those join with the weights"
     metrics = one.take_metrics()
     assert metrics["rollout/engines"] == len(stays) and metrics["rollout/engine_deaths"] == len(dying)
@@ -423,6 +481,38 @@ def test_a_group_that_is_made_once_keeps_its_engines(resized):
         asyncio.run(_update(one))
     one.config.engine_kwargs = {"nccl": {"rebuild_group": True}}
     assert not one._find_why_fixed()
+
+
+def test_an_engine_that_cannot_get_weights_leaves(resized):
+    """Its workers have died, and nobody has told Ray of its server."""
+    one = resized(2, without_node={1})
+    assert asyncio.run(_update(one)) == {"sent": 1}
+    assert one._servers.server_handles == ["actor 2", "actor 3.1"] and one.released == [1]
+    assert one.take_metrics()["rollout/engine_deaths"] == 1
+
+
+def test_a_node_that_goes_in_the_update(resized):
+    one = resized(2)
+    one.fails = (1, 3)
+    assert asyncio.run(_update(one)) == {"sent": 3}
+    assert one._servers.server_handles == ["actor 2", "actor 4.1"] and sorted(one.released) == [1, 3]
+    assert one.take_metrics()["rollout/engine_deaths"] == 2 and set(one.added) == {"address 4.1"}
+    one = resized(2)
+    one.fails = (1, 3, 4)
+    with pytest.raises(RuntimeError, match="engines 4 have died in each of 3 updates"):
+        asyncio.run(_update(one))
+
+
+@pytest.mark.parametrize("rebuilds", [True, False])
+def test_an_update_that_cannot_go_on(resized, rebuilds):
+    """A trainer dies, or an engine whose group is made once."""
+    one = resized(2)
+    one.fails = (None,) if rebuilds else (1,)
+    one.backend, one.backend_cls = "nccl", OnceMadeGroup
+    one.config.engine_kwargs = {"nccl": {"rebuild_group": rebuilds}}
+    with pytest.raises(ActorDiedError):
+        asyncio.run(_update(one))
+    assert one.updates == 1
 
 
 def test_the_number_of_engines_is_said_and_refused():
@@ -471,7 +561,7 @@ def test_the_command_for_another_number(monkeypatch, capsys, words, jobs, said):
 
 
 def test_a_batch_is_not_trained_that_lost_its_last_engine(made):
-    one, other = made(True, {0, 1}), made(True, {0})
+    one, other = made({0, 1}), made({0})
     fleet.check_some_live([])
     fleet.check_some_live([one, other])
     with pytest.raises(RuntimeError, match="no engine is left: all have died in this step"):
@@ -479,7 +569,7 @@ def test_a_batch_is_not_trained_that_lost_its_last_engine(made):
 
 
 def test_a_dead_engine_is_passed_over_where_all_are_asked(made):
-    one = made(True, {0})
+    one = made({0})
 
     async def run() -> None:
         await one.abort_replicas()

@@ -24,6 +24,7 @@ from copy import copy
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import remove_placement_group
 from verl.checkpoint_engine import CheckpointEngineManager
@@ -49,15 +50,15 @@ class Fleet(CheckpointEngineManager):
     Args:
         manager: verl's own, whose place it takes.
         servers: verl's manager of the same replicas.
-        joins: whether a new engine is added to the balancer here; else the trainer adds it.
+        balancer: actor of the balancer through which they get requests; may be that of another manager of servers.
         own_gpus: whether the engines have GPUs of their own; an attribute, too.
     """
 
     def __init__(
-        self, manager: CheckpointEngineManager, servers: LLMServerManager, joins: bool, own_gpus: bool = False
+        self, manager: CheckpointEngineManager, servers: LLMServerManager, balancer: ActorHandle, own_gpus: bool = False
     ) -> None:
         super().__init__(manager.config, manager.actor_wg, manager.replicas)
-        self._servers, self._joins, self.own_gpus = servers, joins, own_gpus
+        self._servers, self._balancer, self.own_gpus = servers, balancer, own_gpus
         self._count = resize.publish(len(self.replicas), self._find_why_fixed()) if own_gpus else None
         self._last_number = max((replica.replica_rank for replica in self.replicas), default=0)
         self._lacks = ""
@@ -65,6 +66,8 @@ class Fleet(CheckpointEngineManager):
         self._leaving: list[RolloutReplica] = []
         """Engines that get no requests any more, and still send what they had."""
         self._new: list[RolloutReplica] = []
+        self._step: int | None = None
+        """verl's version of the weights that were sent last."""
         self._lives: dict[int, ray.ObjectRef] = {}
         """Call to each engine that fails when it dies, by the replica's number."""
         for replica in self.replicas:
@@ -101,21 +104,36 @@ class Fleet(CheckpointEngineManager):
     async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
         """Send the weights to all engines; those that have died are started anew before, and new ones that are wanted.
 
+        Args:
+            global_steps: verl's version of the weights; None, as after a validation: they are those sent last.
+
         Raises:
             RuntimeError: an engine could not be started, or engines die again and again; one line.
         """
+        self._step = self._step if global_steps is None else global_steps
+        metrics: dict[str, Any] = {}
+        dead: list[RolloutReplica] = []
         for _ in range(MOST_STARTS):
+            if dead and self.backend == "naive":  # the others are awake now, and verl wakes up those that sleep
+                await self._ask_living("sleep")
             await self._renew()
-            metrics = await super().update_weights(global_steps)
+            try:
+                metrics = await super().update_weights(self._step)
+                dead = self.list_dead()
+            except RayActorError:
+                dead = await self._list_gone() if self._count else []
+                if not dead:  # a trainer has died
+                    raise
+                await self.resume_kv_cache_replicas()  # the next update releases it, which SGLang does not twice
             while self._leaving:
                 _release(self._leaving.pop())
-            if not self.list_dead():
+            if not dead:
                 await self._join()
                 self._have_gpus = True
                 return metrics
-        numbers = ", ".join(str(replica.replica_rank) for replica in self.list_dead())
+        numbers = ", ".join(str(replica.replica_rank) for replica in dead)
         raise RuntimeError(
-            f"engines {numbers} have died in each of {MOST_STARTS} updates of the weights to step {global_steps}; "
+            f"engines {numbers} have died in each of {MOST_STARTS} updates of the weights to step {self._step}; "
             "their lines in the log, or in Ray's logs of their actors, say why"
         )
 
@@ -123,7 +141,7 @@ class Fleet(CheckpointEngineManager):
         """Have as many living engines as are wanted, and as Ray has room for."""
         await self._take_started()
         begun, dead = time.monotonic(), self.list_dead()
-        gone = [replica for replica in dead if await _is_without_node(replica)]
+        gone = await self._list_gone()
         wanted = await self._count.get_wanted.remote() if self._count else len(self.replicas)
         staying = sorted((replica for replica in self.replicas if replica not in gone), key=lambda one: one in dead)
         new, leaving = wanted - len(staying), [*gone, *staying[wanted:]]
@@ -133,12 +151,21 @@ class Fleet(CheckpointEngineManager):
         self._lacks = ""
         starts = [self._start() for _ in range(new)] + [self._restart(one) for one in dead if one not in leaving]
         await asyncio.gather(*starts)
-        self._deaths += sum(replica in leaving for replica in dead)
+        self._deaths += sum(replica in dead or replica in gone for replica in leaving)
         self._start_seconds += time.monotonic() - begun if starts else 0.0
         if not self.replicas:
             raise RuntimeError(f"no engine is left: the nodes of all are gone, and {self._lacks}")
         if self._count:
             await self._count.report.remote(len(self.replicas), self._lacks)
+
+    async def _list_gone(self) -> list[RolloutReplica]:
+        """Replicas with GPUs of their own in whose place nothing can be started, or can get weights, any more.
+
+        Others than dead engines are asked only where there may be others in their place.
+        """
+        asked = self.list_dead() if self._count is None or self._find_why_fixed() else self.replicas
+        lost = await asyncio.gather(*map(_has_lost_workers, asked))
+        return [replica for replica, is_gone in zip(asked, lost, strict=True) if is_gone]
 
     def _find_why_fixed(self) -> str:
         """Why the number of engines cannot change; empty: it can."""
@@ -184,7 +211,7 @@ class Fleet(CheckpointEngineManager):
         self.replicas.remove(replica)
         self._new = [one for one in self._new if one is not replica]
         del self._lives[replica.replica_rank]
-        await self._servers.global_load_balancer.remove_servers.remote([replica.server_address])
+        await self._balancer.remove_servers.remote([replica.server_address])
         try:
             await replica.abort_all_requests(reject_request=True)
             self._leaving.append(replica)
@@ -222,6 +249,7 @@ class Fleet(CheckpointEngineManager):
 
     async def _replace(self, dead: RolloutReplica, new: RolloutReplica) -> None:
         """Put a new engine in the place of a dead one; it is as the others are: asleep, if they are."""
+        await self._balancer.remove_servers.remote([dead.server_address])  # if no request has found it dead
         place = self._servers.server_handles.index(dead.server_handle)
         dead.servers, dead._server_handle, dead._server_address = new.servers, new.server_handle, new.server_address
         self._servers.server_handles[place] = dead.server_handle
@@ -235,9 +263,9 @@ class Fleet(CheckpointEngineManager):
 
     async def _join(self) -> None:
         """Give new engines requests, from now on."""
-        if self._joins and self._new:
+        if self._new:
             new = {replica.server_address: replica.server_handle for replica in self._new}
-            await self._servers.global_load_balancer.add_servers.remote(new)
+            await self._balancer.add_servers.remote(new)
         self._new = []
 
     # -- what verl asks of all replicas ----------------------------------------------------------------
@@ -313,8 +341,8 @@ def _format_cause(error: Exception) -> str:
     return format_one_line(getattr(error, "cause", None) or error)
 
 
-async def _is_without_node(replica: RolloutReplica) -> bool:
-    """Whether nothing can be started any more where a dead engine with GPUs of its own was."""
+async def _has_lost_workers(replica: RolloutReplica) -> bool:
+    """Whether the workers that hold an engine's own GPUs, and get its weights, have died."""
     if replica.rollout_mode != RolloutMode.STANDALONE:
         return False
     try:

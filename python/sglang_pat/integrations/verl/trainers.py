@@ -30,7 +30,7 @@ from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode, PPOTrai
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine_workers import ActorRolloutRefWorker
-from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 
 from sglang_pat import figures
 from sglang_pat.integrations.verl import missing_rewards, options, rewards
@@ -95,12 +95,11 @@ class CheckedTrainer(PPOTrainer):
         if rewards.is_used(self.config):
             missing_rewards.judge_given(self.replay_buffer)
         super()._setup()
+        balancer = self._get_requested_servers().global_load_balancer
         for manager, servers in FLEETS.items() if self.is_adaptive else ():
             if hasattr(self, manager):
                 own_gpus = manager != "checkpoint_manager"
-                # verl has the trainer's own replicas join and leave the balancer of the standalone ones.
-                joins = own_gpus or self.mode != "separate_async"
-                fleet = Fleet(getattr(self, manager), getattr(self, servers), joins, own_gpus)
+                fleet = Fleet(getattr(self, manager), getattr(self, servers), balancer, own_gpus)
                 setattr(self, manager, fleet)
                 self.fleets = [*self.fleets, fleet]
         self._wait_only_for_living(self.replay_buffer)
@@ -125,8 +124,12 @@ class CheckedTrainer(PPOTrainer):
     def get_llm_client(self) -> LLMServerClient:
         if not self.is_adaptive:
             return super().get_llm_client()
-        manager = getattr(self, "standalone_server_manager", self.llm_server_manager)
-        return manager.get_client(client_cls=AdaptiveClient if self.mode == "sync" else AdaptiveAsyncClient)
+        client_cls = AdaptiveClient if self.mode == "sync" else AdaptiveAsyncClient
+        return self._get_requested_servers().get_client(client_cls=client_cls)
+
+    def _get_requested_servers(self) -> LLMServerManager:
+        """verl's manager whose balancer all requests go through: the trainer's own replicas join and leave it."""
+        return getattr(self, "standalone_server_manager", self.llm_server_manager)
 
     def _consume_sync_metrics(self) -> dict[str, Any]:
         """Metrics of the step that has just ended, verl's and ours."""
