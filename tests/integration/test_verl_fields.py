@@ -176,7 +176,7 @@ def nested(*rows):
 
 
 def test_differences_by_degree_count_generated_tokens_of_all_turns():
-    extra = [{DEGREES: [(0, 1), (2, None), (4, 2)]}, {DEGREES: [(0, 2)], MOVES: [0, 1]}, {}]
+    extra = [{DEGREES: [(0, 1), (2, None), (4, 2)]}, {DEGREES: [(0, 2)]}, {}]
     data = {
         "old_log_probs": nested([0.0] * 5, [0.0] * 2, [0.0]),
         "rollout_log_probs": nested([0.0, -1.0, -9.0, -9.0, -2.0], [0.0, -0.5], [-9.0]),
@@ -187,8 +187,7 @@ def test_differences_by_degree_count_generated_tokens_of_all_turns():
     assert found["rollout/tokens/tp1"] == 2 and found["rollout/tokens/tp2"] == 3
     assert found["training/rollout_probs_diff_max/tp1"] == pytest.approx(1 - torch.tensor(-1.0).exp().item())
     assert found["training/rollout_probs_diff_max/tp2"] == pytest.approx(1 - torch.tensor(-2.0).exp().item())
-    assert found["rollout/moved_requests"] == 1 and found["rollout/tokens_of_dead_engines"] == 1
-    assert len(found) == 8, "and of two degrees: tokens, largest difference, mean"
+    assert len(found) == 6, "and of two degrees: tokens, largest difference, mean"
 
 
 def test_without_log_probs_of_the_trainer_no_difference_is_told(monkeypatch):
@@ -210,5 +209,21 @@ def test_without_log_probs_of_the_trainer_no_difference_is_told(monkeypatch):
     metrics = {}
     trainer._compute_old_log_prob(SimpleNamespace(keys=["a", "b"], partition_id="train"), metrics)
     assert stored["old_log_probs"] is stored["rollout_log_probs"]
-    assert metrics.pop("rollout/moved_requests") == metrics.pop("rollout/tokens_of_dead_engines") == 0
     assert metrics == {"rollout/tokens/tp1": 4, "rollout/tokens/tp8": 1}
+
+
+def test_responses_whose_engines_died_are_counted_over_all_parts_of_a_step(monkeypatch):
+    """With log-probs of the engine or without."""
+    moves = iter([[{MOVES: [0, 4]}, {}], [{MOVES: [3]}], [{}]])
+    monkeypatch.setattr(
+        trainers.tq, "kv_batch_get", lambda **_: {"extra_fields": SimpleNamespace(tolist=lambda: next(moves))}
+    )
+    trainer = object.__new__(trainers.TRAINER_REGISTRY["sync"])
+    trainer.note_moves(SimpleNamespace(keys=["a"], partition_id="train"))
+    assert not trainer._consume_sync_metrics(), "the engines are verl's own"
+    trainer.fleets = [SimpleNamespace(take_metrics=lambda: {"rollout/engines": 1.0})]
+    for parts, moved, tokens in ((2, 2, 7), (1, 0, 0)):
+        for _ in range(parts):
+            trainer.note_moves(SimpleNamespace(keys=["a"], partition_id="train"))
+        metrics = trainer._consume_sync_metrics()
+        assert (metrics["rollout/moved_requests"], metrics["rollout/tokens_of_dead_engines"]) == (moved, tokens)

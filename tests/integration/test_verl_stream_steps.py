@@ -188,12 +188,13 @@ def test_a_chunk_goes_through_verls_own_methods(monkeypatch, given, alone, passe
     batch = KVBatchMeta(partition_id="train", keys=[str(i) for i in range(16)], tags=[{}] * 16)
     trainer.replay_buffer.sample = lambda global_steps, partition_id, batch_size: (batch, {"evicted": batch_size})
     trainer.global_steps, trainer.current_mode = 5, streaming.HybridEngineMode.TRAINER
+    trainer.note_moves = lambda batch: calls.append("moves")
     trainer.actor_rollout_wg = SimpleNamespace(world_size=2)
     step = StreamStep(trainer, trainer.gpus)
     step.gpus.train_alone, step.add_gradients = alone, lambda batch: go("gradients", batch)
     timing: dict[str, float] = {}
     assert step.train_chunk(3, {}, timing) is batch and step._evicted == {"evicted": 3}
-    assert calls == ["weights of 4", "_balance_batch", *passes, "_compute_advantage", "gradients"]
+    assert calls == ["weights of 4", "moves", "_balance_batch", *passes, "_compute_advantage", "gradients"]
     assert list(timing) == ["gen", "old_log_prob", "ref", "adv", "update_actor"]
 
 

@@ -199,6 +199,7 @@ class StreamStep:
         batch.extra_info["temperature"] = config.actor_rollout_ref.rollout.temperature
         check_some_live(trainer.fleets)
         check_samples(batch, trainer.global_steps - 1)
+        trainer.note_moves(batch)
         if rewards.is_used(config):
             batch = missing_rewards.leave_out(batch, metrics, trainer.tokenizer.eos_token_id)
         batch = PPOTrainer._balance_batch(trainer, batch, metrics)

@@ -72,6 +72,8 @@ class CheckedTrainer(PPOTrainer):
     mode: str
     lends_ranks = False
     fleets: Sequence[Fleet] = ()
+    _moves: Sequence[Sequence[int]] = ()
+    """Those of the step's responses, see :data:`~.fields.MOVES`."""
 
     def __init__(self, config: DictConfig) -> None:
         rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
@@ -137,11 +139,24 @@ class CheckedTrainer(PPOTrainer):
         for fleet in self.fleets:
             for name, value in fleet.take_metrics().items():
                 metrics[name] = metrics.get(name, 0.0) + value
+        moves, self._moves = self._moves, []
+        if self.fleets:
+            metrics["rollout/moved_requests"] = float(len(moves))
+            metrics["rollout/tokens_of_dead_engines"] = float(sum(at[-1] for at in moves))
         return metrics
+
+    def note_moves(self, batch: KVBatchMeta) -> None:
+        """Note which responses of a part of the step's batch had engines that died; without what it is filled up
+        with."""
+        if self.fleets:
+            data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
+            moves = [fields[MOVES] for fields in data.get("extra_fields").tolist() if MOVES in fields]
+            self._moves = [*self._moves, *moves]
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], **named: Any) -> KVBatchMeta:
         """Balance what verl's step has sampled, without samples whose reward is missing."""
         check_some_live(self.fleets)
+        self.note_moves(batch)
         if rewards.is_used(self.config):
             batch = missing_rewards.leave_out(batch, metrics, self.tokenizer.eos_token_id)
             missing_rewards.check_some_left([batch])
@@ -347,9 +362,6 @@ def _make_degree_metrics(data: Any, differences: bool = True) -> dict[str, float
             metrics[f"training/rollout_probs_diff_max/tp{tp}"] = values.max().item()
             metrics[f"training/rollout_probs_diff_mean/tp{tp}"] = values.mean().item()
         metrics[f"rollout/tokens/tp{tp}"] = len(values)
-    moves = [fields[MOVES] for fields in data.get("extra_fields").tolist() if MOVES in fields]
-    metrics["rollout/moved_requests"] = float(len(moves))
-    metrics["rollout/tokens_of_dead_engines"] = float(sum(at[-1] for at in moves))
     return metrics
 
 
