@@ -184,7 +184,7 @@ async def test_a_pause_and_an_abort_find_plain_requests(server, session):
 
 
 async def test_requests_are_aborted_that_wait_with_tokens(servers, flat, session):
-    """Of eight responses to a prompt four wait after a merge.  All ranks draft alike from those that are aborted."""
+    """Four of eight responses to a prompt wait after a merge: all ranks draft alike from those that are aborted."""
     server = servers.adaptive(flat, 2, *FLAGS, "--max-running-requests", "4")
     bodies = [body(60, 300, rid=f"a-{i}", logit_bias={str(300 + i): 2.0}) for i in range(8)]
     wanted = tokens(await asyncio.to_thread(servers.stock(flat).generate, bodies[:2]))

@@ -88,7 +88,7 @@ def test_all_is_taken_in_though_a_step_takes_little(monkeypatch):
 
 
 def test_all_requests_of_a_step_share_what_it_takes_in(monkeypatch):
-    """After a switch nothing is known of long responses."""
+    """Long responses of which nothing is known, as after a switch."""
     monkeypatch.setattr(module, "TAKEN_IN", 50)
     drafter, rng = Drafter(), random.Random(3)
     texts = [[rng.randrange(5000) for _ in range(300)] for _ in range(4)]
@@ -102,7 +102,7 @@ def test_all_requests_of_a_step_share_what_it_takes_in(monkeypatch):
 
 
 def test_what_is_kept_is_bounded(monkeypatch):
-    """The same few prompts again and again, and long ones that are all different."""
+    """Few prompts again and again, and long ones that are all different."""
     monkeypatch.setattr(module, "MOST_TOKENS", 3000)
     drafter, rng = Drafter(), random.Random(4)
     for number in range(300):
