@@ -22,7 +22,7 @@ KILLS = "20:{0}:now:main 34:{1}:now:rank 50:{0}:sleep:coordinator 66:{1}:update:
 """One in each step after the first, of sixteen requests."""
 FEW_KILLS = "20:{0}:now:rank 34:{1}:update:main 50:{0}:EXCHANGE:rank"
 MODES = {
-    "sync": (0, ()),
+    "sync": (0, (f"{ROLLOUT}.free_cache_engine=true",)),  # verl's default
     "colocate_async": (0, ()),
     # Engines 0 are the trainer's own, and generate nothing.
     "stream": (1, (
