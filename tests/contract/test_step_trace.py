@@ -27,7 +27,8 @@ def batch(mode: ForwardMode, requests: int, **sums: int) -> ScheduleBatch:
 @pytest.fixture
 def scheduler():
     sent = []
-    load, channel = SimpleNamespace(record_decode_step=lambda step: None, count=lambda counts: None), SimpleNamespace(send=sent.append)
+    load = SimpleNamespace(record_decode_step=lambda step: None, count=lambda counts: None)
+    channel = SimpleNamespace(send=sent.append)
     layouts = SimpleNamespace(layout=ParallelLayout(2, 1))
     return SimpleNamespace(rank=0, is_leader=True, layouts=layouts, channel=channel, load=load, sent=sent)
 
