@@ -213,7 +213,7 @@ def test_without_log_probs_of_the_trainer_no_difference_is_told(monkeypatch):
 
 
 def test_responses_whose_engines_died_are_counted_over_all_parts_of_a_step(monkeypatch):
-    """With log-probs of the engine or without."""
+    """Nobody has asked for log-probs of the engine."""
     moves = iter([[{MOVES: [0, 4]}, {}], [{MOVES: [3]}], [{}]])
     monkeypatch.setattr(
         trainers.tq, "kv_batch_get", lambda **_: {"extra_fields": SimpleNamespace(tolist=lambda: next(moves))}

@@ -275,7 +275,7 @@ def test_what_died_is_started_anew_and_joins_with_the_weights(made):
 
 @pytest.mark.parametrize(("mode", "requested"), [("sync", "own"), ("separate_async", "standalone")])
 def test_new_engines_join_the_balancer_that_has_the_requests(monkeypatch, mode, requested):
-    """In ``separate_async`` the trainer may have added an engine's place to it before the update that replaces it."""
+    """The trainer of ``separate_async`` may have added an engine's place to it before the update that replaces it."""
     made = []
 
     def setup(self) -> None:
@@ -356,7 +356,7 @@ def test_engines_that_die_again_and_again_end_the_job(made):
 
 
 def test_without_a_step_the_weights_are_those_sent_last(made):
-    """As verl sends them after a validation; a new engine has no step yet."""
+    """verl names no step after a validation; a new engine has none yet."""
     one = made(set(), set(), {1}, set())
     asyncio.run(_update(one))
     asyncio.run(_sleep(one))
@@ -484,7 +484,7 @@ def test_a_group_that_is_made_once_keeps_its_engines(resized):
 
 
 def test_an_engine_that_cannot_get_weights_leaves(resized):
-    """Its workers have died, and nobody has told Ray of its server."""
+    """Workers have died, and nobody has told Ray of their server."""
     one = resized(2, without_node={1})
     assert asyncio.run(_update(one)) == {"sent": 1}
     assert one._servers.server_handles == ["actor 2", "actor 3.1"] and one.released == [1]

@@ -73,7 +73,7 @@ class CheckedTrainer(PPOTrainer):
     lends_ranks = False
     fleets: Sequence[Fleet] = ()
     _moves: Sequence[Sequence[int]] = ()
-    """Those of the step's responses, see :data:`~.fields.MOVES`."""
+    """Moves of the step's responses, see :data:`~.fields.MOVES`."""
 
     def __init__(self, config: DictConfig) -> None:
         rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
