@@ -158,7 +158,9 @@ class Speculation:
             if self._predictor is not None:
                 plain_steps = 1 + right / len(checked.reqs)
                 saved = float(plain_steps * self._seconds[0] - self._seconds[drafts])
-            self._scheduler.load.count(StepCounts(0, 1, drafts, right, saved))
+            self._scheduler.load.count(
+                StepCounts(draft_steps=1, drafts=drafts, right_drafts=right, seconds_saved=saved)
+            )
         for req, drafted, right in zip(checked.reqs, checked.drafts, checked.right, strict=True):
             steps, proposed, correct = req.pat_drafts
             req.pat_drafts = steps + bool(drafted), proposed + len(drafted), correct + right
