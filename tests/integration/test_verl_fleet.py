@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from types import SimpleNamespace
 from typing import Any
 
@@ -413,9 +415,15 @@ class OnceMadeGroup:
 
 @pytest.fixture
 def resized(made, monkeypatch):
-    """Makes fleets of two engines with GPUs of their own: 1 and 2; ``room``: what Ray lacks for more."""
+    """Makes fleets of two engines with GPUs of their own: 1 and 2; ``lacks``: what Ray lacks for more, at one look
+    after the other."""
 
-    def make(wanted: int, dying: set[int] = frozenset(), without_node: set[int] = frozenset(), room: str = "") -> Any:
+    def make(
+        wanted: int,
+        dying: set[int] = frozenset(),
+        without_node: set[int] = frozenset(),
+        lacks: Iterable[str] = repeat(""),
+    ) -> Any:
         one = made(dying, set(), set(), set())
         one.replicas = [OwnReplica(number) for number in (1, 2)]
         for each in one.replicas:
@@ -426,7 +434,8 @@ def resized(made, monkeypatch):
         one._servers.server_handles, one._servers.server_addresses = ["actor 1", "actor 2"], ["address 1", "address 2"]
         one._servers.rollout_replica_class, one._servers.model_config = OwnReplica, None
         one._servers.rollout_config = SimpleNamespace(n_gpus_per_node=2)
-        monkeypatch.setattr(fleet, "_find_lacking", lambda gpus: room)
+        looks = iter(lacks)
+        monkeypatch.setattr(fleet, "_find_lacking", lambda gpus: next(looks))
         monkeypatch.setattr(fleet, "_release", lambda replica: one.released.append(replica.replica_rank))
         return one
 
@@ -461,17 +470,26 @@ def test_as_many_engines_as_are_wanted(resized, wanted, dying, without_node, sta
 
 
 @pytest.mark.parametrize(("dying", "stays"), [(set(), ["actor 1", "actor 2"]), ({1}, ["actor 2"])])
-def test_there_is_no_room_for_more_engines(resized, dying, stays):
-    one = resized(3, dying, dying, room="it needs 2 GPU")
+def test_there_is_no_room_for_more_engines(resized, monkeypatch, dying, stays):
+    monkeypatch.setattr(fleet, "ROOM_SECONDS", 0.0)
+    one = resized(3, dying, dying, lacks=repeat("it needs 2 GPU"))
     asyncio.run(_update(one))
     assert one._servers.server_handles == stays and not one.added
     ((present, lacks),) = one._count.reports
     assert present == len(stays) and "did not start: it needs 2 GPU" in lacks
 
 
-def test_all_nodes_are_gone(resized):
+def test_ray_counts_late_what_an_engine_had(resized):
+    """The workers of a dead engine have died: what they had is free a moment later."""
+    one = resized(2, {1}, {1}, lacks=["it needs 2 GPU", "it needs 2 GPU", "", ""])
+    asyncio.run(_update(one))
+    assert one._servers.server_handles == ["actor 2", "actor 3.1"]
+
+
+def test_all_nodes_are_gone(resized, monkeypatch):
+    monkeypatch.setattr(fleet, "ROOM_SECONDS", 0.0)
     with pytest.raises(RuntimeError, match="the nodes of all are gone, and one more engine did not start"):
-        asyncio.run(_update(resized(2, {1, 2}, {1, 2}, room="it needs 2 GPU")))
+        asyncio.run(_update(resized(2, {1, 2}, {1, 2}, lacks=repeat("it needs 2 GPU"))))
 
 
 def test_a_group_that_is_made_once_keeps_its_engines(resized):

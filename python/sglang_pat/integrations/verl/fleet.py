@@ -42,6 +42,8 @@ MOST_STARTS = 3
 """Number of times that engines are started anew for one update of the weights."""
 NAME_SECONDS = 30.0
 """Longest wait until Ray gives the name of a dead actor away again."""
+ROOM_SECONDS = 5.0
+"""Longest wait until Ray counts as free what an engine had whose workers have died."""
 
 
 class Fleet(CheckpointEngineManager):
@@ -149,6 +151,8 @@ class Fleet(CheckpointEngineManager):
             raise RuntimeError(f"the node of an engine is gone, and the job cannot go on without it: {why}")
         await asyncio.gather(*map(self._remove, leaving))
         self._lacks = ""
+        if gone and new > 0:
+            await _wait_for_room(gone[0].gpus_per_replica_node)
         starts = [self._start() for _ in range(new)] + [self._restart(one) for one in dead if one not in leaving]
         await asyncio.gather(*starts)
         self._deaths += sum(replica in dead or replica in gone for replica in leaving)
@@ -360,6 +364,13 @@ def _find_lacking(gpus: int) -> str:
         return ""
     free = ", ".join(f"{room.get(name, 0):g} and {room.get('CPU', 0):g}" for room in rooms)
     return f"it needs {gpus} {name} and {colocated * gpus} CPU of one node, free on each are {free}"
+
+
+async def _wait_for_room(gpus: int) -> None:
+    """Wait until Ray has room for an engine; not for long, since a whole node may be gone."""
+    end = time.monotonic() + ROOM_SECONDS
+    while _find_lacking(gpus) and time.monotonic() < end:
+        await asyncio.sleep(0.1)
 
 
 def _release(replica: RolloutReplica) -> None:
