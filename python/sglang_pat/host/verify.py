@@ -27,6 +27,7 @@ from sglang_pat.host.assign import assign
 from sglang_pat.host.batches import fill_rows, make_batch
 from sglang_pat.host.contract import SglangScheduler
 from sglang_pat.host.fixes import penalties
+from sglang_pat.messages import get_most_drafts
 from sglang_pat.speculate.drafter import count_right
 from sglang_pat.switch.transfer import upload
 
@@ -47,7 +48,8 @@ def count_allowed(req: Req) -> int:
     special = req.custom_logit_processor is not None or getattr(req, "return_sampling_mask", False)
     if penalties.is_penalized(req) or waits or special or req.grammar is not None or req.finished():
         return 0
-    return params.max_new_tokens - len(req.output_ids) - 1
+    left, wanted = params.max_new_tokens - len(req.output_ids) - 1, get_most_drafts(params)
+    return left if wanted is None else min(left, wanted)
 
 
 def can_verify(batch: ScheduleBatch) -> bool:

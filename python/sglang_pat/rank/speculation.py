@@ -71,7 +71,7 @@ class Speculation:
         """Take in those of ``reqs`` that have ended, for their siblings, and tell of them: some are elsewhere."""
         scheduler = self._scheduler
         for req in reqs if self.most else ():
-            if not self._get_own_most(req):
+            if get_most_drafts(host.get_sampling_params(req)) == 0:
                 continue
             if host.has_ended(req):
                 self._drafter.end(*_get_texts(req))
@@ -124,7 +124,7 @@ class Speculation:
         most, tokens = self._count_rows() - len(reqs), loop.count_decoding_tokens(self._scheduler)
         if not reqs or most < 1 or loop.has_grammar(self._scheduler):
             return []
-        allowed = [min(self.most, max(verify.count_allowed(req), 0), self._get_own_most(req)) for req in reqs]
+        allowed = [min(self.most, max(verify.count_allowed(req), 0)) for req in reqs]
         if self._predictor is None:
             return [min(count, most // len(reqs)) for count in allowed]
         most, tp = min(most, self.most * len(reqs)), self._scheduler.layouts.layout.tp
@@ -139,10 +139,6 @@ class Speculation:
         chances = [self.acceptance.estimate(match)[:count] for match, count in zip(self._matches, allowed, strict=True)]
         self.chances = [sum(sum(each[place : place + 1]) for each in chances) / len(reqs) for place in range(self.most)]
         return choose_counts(chances, self._seconds)
-
-    def _get_own_most(self, req: Req) -> int:
-        own = get_most_drafts(host.get_sampling_params(req))
-        return self.most if own is None else own
 
     def _count_rows(self) -> int:
         """Most rows of a step: attention back ends have room for as many as may run, graphs for those captured."""
