@@ -172,8 +172,8 @@ async def test_a_pause_and_an_abort_find_plain_requests(server, session):
     for path, data in (("/pause_generation", {"mode": "in_place"}), ("/continue_generation", {})):
         async with session.post(server.url + path, json=data) as response:
             assert response.status == 200, await response.text()
-    extra = asyncio.ensure_future(server.generate_one(session, body(52, 3000, rid="gone")))
     await server.set_schedule(session, {"arrived": 1, "step": 3, "hold": True})
+    extra = asyncio.ensure_future(server.generate_one(session, body(52, 3000, rid="gone")))
     await server.wait_for_schedule(session)
     async with session.post(server.url + "/abort_request", json={"rid": "gone"}) as response:
         assert response.status == 200
