@@ -1,6 +1,6 @@
 """A decision log (``--pat-log``) read: its decisions are taken again, or become a schedule.
 
-    python -m sglang_pat.replay --log FILE [--profile FILE] [--schedule]
+    python -m sglang_pat.replay --log FILE [--profile FILE] [--schedule | --picture FILE]
 
 The same inputs must give the same decisions.  ``python -m studies.compare`` simulates rounds.
 """
@@ -80,6 +80,7 @@ class Replayed:
     Attributes:
         decisions: decisions in the log; ``switches``: of these, those to switch.
         different: (line, what the log says, what came out) of those that differ.
+        seen: what the policy was shown in the last step; ``figures``: of that step, None if it has not ended.
         steps: number of steps that ended in the log, and ``spent``: how the engine spent them.
     """
 
@@ -88,6 +89,8 @@ class Replayed:
     steps: int = 0
     spent: Figures = field(default_factory=Figures)
     different: list[tuple[int, Decision, Decision]] = field(default_factory=list)
+    seen: list[Snapshot] = field(default_factory=list)
+    figures: Figures | None = None
 
 
 def replay_log(path: Path, profile: str | None = None) -> Replayed:
@@ -104,6 +107,8 @@ def replay_log(path: Path, profile: str | None = None) -> Replayed:
 
     def play(number: int, kind: str, event: dict[str, Any]) -> None:
         nonlocal policy, history
+        if kind in ("start", "counting"):
+            result.seen, result.figures = [], None
         if kind == "start":
             policy, history = _make_policy(files.convert(event, Start), profile), LengthHistory()
         elif policy is None:
@@ -113,9 +118,13 @@ def replay_log(path: Path, profile: str | None = None) -> Replayed:
             history.observe(response.length, response.family, response.finished, response.since)
         elif kind == "step":
             result.steps += 1
-            result.spent += files.convert(event, Figures)
+            result.figures = files.convert(event, Figures)
+            result.spent += result.figures
         elif kind == "decision":
             snapshot, logged = load_decision(event)
+            if result.figures and snapshot.requests:  # another step has begun
+                result.seen, result.figures = [], None
+            result.seen.append(snapshot)
             again = policy(snapshot, history)
             result.decisions += 1
             result.switches += logged.tp != snapshot.tp
@@ -200,12 +209,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--log", type=Path, required=True, metavar="FILE", help="of an engine (--pat-log)")
     parser.add_argument("--profile", metavar="FILE", help="in place of the one that the log names")
     parser.add_argument("--schedule", action="store_true", help="print its switches as entries for POST /pat/schedule")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw its last step: requests, layouts, drafts")
     try:
         args = parser.parse_args(argv)
         if args.schedule:
             print(json.dumps(read_schedule(args.log)))
             return 0
         result = replay_log(args.log, args.profile)
+        if args.picture:
+            from sglang_pat import timeline  # matplotlib takes a second
+
+            print(f"picture: {timeline.draw(result.seen, result.figures, args.picture)}")
+    except OSError as error:
+        print(f"error: --picture {args.picture}: {error.strerror}; give another place", file=sys.stderr)
+        return 2
     except ValueError as error:
         print(f"error: {format_short_line(error)}", file=sys.stderr)
         return 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -19,12 +20,13 @@ from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.snapshot import Decision
 from sglang_pat.predict.correction import StepFactor
 from sglang_pat.predict.profile import save
+from sglang_pat.tools import pictures
 from studies.compare import Workload
 from studies.shapes import parse_shape
 from studies.simulate import Drain
 
 from .drawn import examples
-from .policy_world import crossing, machine, snapshots
+from .policy_world import crossing, machine, snapshot, snapshots
 
 pytestmark = pytest.mark.unit
 
@@ -103,6 +105,30 @@ def test_a_log_is_decided_the_same(tmp_path, profile_file, capsys, policy):
     assert "2 steps: 512 requests in 10.0 s (60% in tp1, 40% in tp4), 6 switches, 0.100 s paused by them" in printed
     log.write_text(log.read_text()[:-30])
     assert replay.main(["--log", str(log)]) == 0, "an engine that is killed cuts its last line short"
+
+
+def test_the_last_step_is_drawn(tmp_path, profile_file, capsys, monkeypatch):
+    log, path, titles = tmp_path / "decisions.jsonl", tmp_path / "step.png", []
+    write_log(log, profile_file)
+    monkeypatch.setattr(pictures, "set_figure_title", lambda figure, text: titles.append(text))
+    assert replay.main(["--log", str(log), "--picture", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG") and f"picture: {path}" in capsys.readouterr().out
+    assert re.fullmatch(r"40 requests in \d+\.\d s: begins in tp1×dp4, then \d+ changes, tp\d×dp\d at last", titles[0])
+    # A step that ended is drawn until the next one has a request.
+    with log.open("ab") as file:
+        shown = [snapshot([5] * 3, tp=tp, requests=3) for tp in (1, 2, 2, 4)]
+        for number, one in enumerate(shown):
+            one = dataclasses.replace(one, now=1000.0 + number, chances=(0.7, 0.4))
+            file.write(encode_event("decision", snapshot=one, decision=Decision(tp=one.tp)))
+    replay.main(["--log", str(log), "--picture", str(path)])
+    assert titles[1] == "3 requests in 3.0 s: begins in tp1×dp4, then tp2×dp2 with 3 left, then tp4×dp1 with 3 left"
+    capsys.readouterr()
+    for name, said in (("there/is/none.png", "No such file"), ("step.odd", "odd")):
+        assert replay.main(["--log", str(log), "--picture", str(tmp_path / name)]) == 2
+        assert said in capsys.readouterr().err
+    log.write_text(START)
+    assert replay.main(["--log", str(log), "--picture", str(path)]) == 2
+    assert "no request" in capsys.readouterr().err
 
 
 def test_a_log_that_was_changed_is_noticed(tmp_path, profile_file, capsys):
