@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         result = replay_log(args.log, args.profile)
         if args.picture:
-            from sglang_pat import timeline  # matplotlib takes a second
+            from sglang_pat.tools import timeline  # matplotlib takes a second
 
             print(f"picture: {timeline.draw(result.seen, result.figures, args.picture)}")
     except OSError as error:
