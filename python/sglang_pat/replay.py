@@ -203,6 +203,17 @@ def _read(path: Path, take: Callable[[int, str, dict[str, Any]], None]) -> None:
         raise ValueError(f"--log {path}: empty; give a decision log")
 
 
+def _draw(result: Replayed, path: Path) -> None:
+    from sglang_pat.tools import timeline  # matplotlib takes a second
+
+    try:
+        timeline.draw(result.seen, result.figures, path)
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"--picture {path}: {said}") from None
+    print(f"picture: {path}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 1 if a decision came out differently, 2 for bad input."""
     parser = Parser(prog="python -m sglang_pat.replay", description="Take the decisions of a log again.")
@@ -217,12 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         result = replay_log(args.log, args.profile)
         if args.picture:
-            from sglang_pat.tools import timeline  # matplotlib takes a second
-
-            print(f"picture: {timeline.draw(result.seen, result.figures, args.picture)}")
-    except OSError as error:
-        print(f"error: --picture {args.picture}: {error.strerror}; give another place", file=sys.stderr)
-        return 2
+            _draw(result, args.picture)
     except ValueError as error:
         print(f"error: {format_short_line(error)}", file=sys.stderr)
         return 2
