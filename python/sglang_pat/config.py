@@ -65,6 +65,7 @@ class AdaptiveConfig:
     kv_exchange: str = "direct"
     gpu_order: str = "rank"
     speculate: str = "off"
+    draft_model: str | None = None
     layouts: tuple[ParallelLayout, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,6 +97,8 @@ class AdaptiveConfig:
                 "--pat-speculate auto needs a profile: give --pat-profile FILE (python -m profiler.sweep makes one) or "
                 f"a number of drafts, 1 to {MOST_DRAFTS}"
             )
+        if self.draft_model and self.speculate == "off":
+            raise ValueError("--pat-draft-model needs --pat-speculate auto, or a number of drafts")
         number = self.speculate
         if number not in ("off", "auto") and not (number.isdecimal() and 1 <= int(number) <= MOST_DRAFTS):
             raise ValueError(f"--pat-speculate {number!r}: give off, auto, or a number of drafts, 1 to {MOST_DRAFTS}")

@@ -142,6 +142,10 @@ SETTINGS = (
         "without a change of the output. auto: up to 8 drafts a request, as many as pay by the profile and by how many "
         "were right. N: up to N; without a profile in each step, whether they pay or not.", "off|auto|N",
     ),
+    Setting(
+        "draft_model", None,
+        "Draft by this EAGLE-3 head, too, where it is right more often; needs --pat-speculate.", "DIR",
+    ),
 )  # fmt: skip
 """The settings that have a flag.  The base layout is ``--tp`` and ``--dp`` there."""
 

@@ -77,6 +77,7 @@ class AdaptiveFields:
     pat_cpu_overlap: bool = _DEFAULT["pat_cpu_overlap"]
     pat_gpu_order: str = _DEFAULT["pat_gpu_order"]
     pat_speculate: str = _DEFAULT["pat_speculate"]
+    pat_draft_model: str | None = _DEFAULT["pat_draft_model"]
     pat_fraction_given: bool = False
     """Whether ``mem_fraction_static`` is the user's, and not SGLang's default; set here."""
     pat_in_a_job: bool = False

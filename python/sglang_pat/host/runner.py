@@ -26,8 +26,11 @@ from sglang_pat.cpu import rendezvous, shm
 from sglang_pat.errors import Unsupported
 from sglang_pat.host import adapter, kv, layers, sharing
 from sglang_pat.host.assign import assign
+from sglang_pat.host.features import FeatureTap
 from sglang_pat.host.routed_experts import RoutedExperts
+from sglang_pat.rank.draft_model import DraftModel, read_config
 from sglang_pat.rank.groups import GroupPool
+from sglang_pat.speculate.acceptance import MOST_ROWS
 from sglang_pat.switch.plan import compute_kv_head_range
 
 
@@ -41,6 +44,12 @@ class RankParts:
     adaptive: AdaptiveConfig
     rank: int
     groups: GroupPool
+
+    def load_model(self: Any) -> None:
+        super().load_model()  # pyright: ignore[reportAttributeAccessIssue]
+        self.draft_model = self.features = None
+        if folder := self.adaptive.draft_model:
+            self.draft_model, self.features = _load_drafter(self, Path(folder))
 
     def init_routed_experts_capturer(self: Any) -> None:
         """Make our table of routed experts, with a row for each slot of the largest layout; all ranks together."""
@@ -60,6 +69,30 @@ class RankParts:
             except OSError as error:
                 raise Unsupported(f"--enable-return-routed-experts: {error}") from None
         set_global_experts_capturer(self.routed_experts)
+
+
+def _load_drafter(runner: Any, folder: Path) -> tuple[DraftModel, FeatureTap]:
+    """The trained drafter, and what it learns from, of the model that was just loaded."""
+    config, model_config, args = read_config(folder), runner.model_config, runner.server_args
+    sizes = [size for of_layout in args.spec.graph_sizes.values() for size in of_layout]
+    try:
+        drafter = DraftModel(folder, config, MOST_ROWS, runner.dtype, runner.device)
+        layers, rows = config.list_layers(model_config.num_hidden_layers), max([MOST_ROWS, *sizes])
+        tap = FeatureTap(layers, model_config.hidden_size, rows, runner.dtype, runner.device)
+        tap.attach(runner.model)
+        drafter.check(len(layers) * model_config.hidden_size, model_config.hidden_size, model_config.vocab_size)
+    except ValueError as error:
+        raise Unsupported(f"--pat-draft-model {folder}: {error}") from None
+    return drafter, tap
+
+
+def count_bytes(model: torch.nn.Module) -> int:
+    """Bytes of a model's parameters."""
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def get_drafter(runner: Any) -> tuple[DraftModel, FeatureTap]:
+    return runner.draft_model, runner.features
 
 
 def _count_step_tokens(runner: Any) -> int:
@@ -170,7 +203,10 @@ def get_graph_sizes(runner: Any, tp: int) -> Sequence[int]:
 
 def build_model(runner: Any) -> torch.nn.Module:
     """Build the runner's model under the groups that are installed now, without memory for parameters."""
-    return layers.build_model(runner.model_config, runner.load_config, runner.device)
+    model = layers.build_model(runner.model_config, runner.load_config, runner.device)
+    if runner.features is not None:
+        runner.features.attach(model)
+    return model
 
 
 def read_parts(runner: Any) -> LayoutParts:

@@ -224,6 +224,7 @@ class AdaptiveScheduler(RankScheduler):
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         if result is not PROCESSED:
             super().process_batch_result(batch, result)
+            self.speculation.learn(batch.reqs, result)
             self.trace.end(self)
 
     def flush_cache(self, empty_cache: bool = True) -> bool:
@@ -241,13 +242,16 @@ class AdaptiveScheduler(RankScheduler):
             return self._run_step(batch, *args, **kwargs)
         self.speculation.record(checked)
         verify.process(self, checked, super().process_batch_result)
+        self.speculation.learn(checked.reqs, checked.result)
         self.trace.end(self)
         return PROCESSED
 
     def _run_step(self, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:
         self.trace.begin(batch)
         self.gate.record_step(batch.forward_mode.is_decode())
+        rows = self.speculation.list_rows(batch)
         result = super().run_batch(batch, *args, **kwargs)
+        self.speculation.take(rows, result)
         tokens.check(self, batch, result)
         return result
 

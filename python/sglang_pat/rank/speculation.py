@@ -19,7 +19,8 @@ from sglang_pat.host.requests import Req
 from sglang_pat.messages import EndedText, SiblingTexts, StepCounts, get_most_drafts
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile
-from sglang_pat.speculate.acceptance import GAIN, KEYS, MOST_ROWS, Acceptance, choose_counts
+from sglang_pat.rank.model_drafts import ModelDrafts, Row
+from sglang_pat.speculate.acceptance import GAIN, KEYS, MOST_ROWS, OF_MODEL, Acceptance, choose_counts
 from sglang_pat.speculate.drafter import CONTEXT, Drafter
 
 if TYPE_CHECKING:
@@ -56,21 +57,26 @@ class Speculation:
         self._seconds = np.zeros(1)
         """Seconds of a step with 0, 1, … drafts of all requests together, at the last choice by the profile."""
         self._drafter, self.acceptance = Drafter(), Acceptance(self.most)
+        self._model = ModelDrafts(scheduler) if scheduler.adaptive.draft_model else None
         self._wanted = False
         self._counts: list[int] = []
         """Number of drafts that each request was to have in the last step."""
         self._matches: list[int] = []
-        """Match of each request at the last choice by the profile."""
+        """Match of each request at the last choice; empty where nothing is chosen between."""
         self.chances: list[float] = []
 
     def forget(self) -> None:
-        """Forget all texts: the ranks of the group, or the weights, are others."""
+        """Forget all requests and texts: the ranks of the group, or the weights, are others."""
         self._drafter.forget()
+        if self._model:
+            self._model.forget()
 
     def record_ended(self, reqs: list[Req]) -> None:
         """Take in those of ``reqs`` that have ended, for their siblings, and tell of them: some are elsewhere."""
         scheduler = self._scheduler
         for req in reqs if self.most else ():
+            if self._model and host.has_ended(req):
+                self._model.end(req)
             if get_most_drafts(host.get_sampling_params(req)) == 0:
                 continue
             if host.has_ended(req):
@@ -110,14 +116,50 @@ class Speculation:
         self.acceptance.pass_step()
         reqs = batches.list_batch(batch)
         self._counts = self._choose(reqs) if self._wanted else []
-        drafts = [
-            self._drafter.draft(*_get_texts(req), count) if count else []
-            for req, count in zip(reqs, self._counts or [0] * len(reqs), strict=True)
-        ]
+        drafts = self._draft(reqs) if self._counts else []
         if any(drafts):
             return drafts
         self._record_right([0] * len(reqs))
         return []
+
+    def _draft(self, reqs: list[Req]) -> list[list[int]]:
+        """As many drafts for each of ``reqs`` as were chosen, of the model or of texts."""
+        counts = self._counts
+        by_model = [i for i, match in enumerate(self._matches) if match == OF_MODEL and counts[i]]
+        drafts = [
+            self._drafter.draft(*_get_texts(req), count) if count and number not in by_model else []
+            for number, (req, count) in enumerate(zip(reqs, counts, strict=True))
+        ]
+        if self._model and by_model:
+            given = self._model.draft([reqs[i] for i in by_model], max(counts[i] for i in by_model))
+            for i, drafted in zip(by_model, given, strict=True):
+                drafts[i] = drafted[: counts[i]]
+        return drafts
+
+    def list_rows(self, batch: ScheduleBatch) -> list[Row]:
+        """Rows of a step of ``batch``, about to run, from which the model learns; none without a model."""
+        return self._model.list_rows(batch) if self._model else []
+
+    def take(self, rows: list[Row], result: Any) -> None:
+        """Keep what the model is to learn of a step that was just launched."""
+        if self._model:
+            self._model.take(rows, result)
+
+    def learn(self, reqs: list[Req], result: Any) -> None:
+        """Have the model learn from a step of ``reqs`` that has been processed."""
+        if self._model:
+            self._model.learn(reqs, result)
+
+    def _find_matches(self, reqs: list[Req], allowed: Sequence[int]) -> list[int]:
+        """The better of the two matches of each request, by what was right of late; 0 where it may have no drafts."""
+        matches = [
+            self._drafter.find_match(*_get_texts(req)) if count else 0 for req, count in zip(reqs, allowed, strict=True)
+        ]
+        if self._model:
+            for i, (req, count) in enumerate(zip(reqs, allowed, strict=True)):
+                if count and self._model.knows(req):
+                    matches[i] = max(matches[i], OF_MODEL, key=lambda match: sum(self.acceptance.estimate(match)))
+        return matches
 
     def _choose(self, reqs: list[Req]) -> list[int]:
         """Number of drafts that each of ``reqs`` is to have in a step."""
@@ -126,6 +168,7 @@ class Speculation:
             return []
         allowed = [min(self.most, max(verify.count_allowed(req), 0)) for req in reqs]
         if self._predictor is None:
+            self._matches = self._find_matches(reqs, allowed) if self._model else []
             return [min(count, most // len(reqs)) for count in allowed]
         most, tp = min(most, self.most * len(reqs)), self._scheduler.layouts.layout.tp
         rows = len(reqs) + np.arange(most + 1)
@@ -133,9 +176,11 @@ class Speculation:
         tokens_a_second = rows / self._seconds  # if all were right
         if tokens_a_second.max() < GAIN * tokens_a_second[0]:
             return []
-        self._matches = [
-            self._drafter.find_match(*_get_texts(req)) if count else 0 for req, count in zip(reqs, allowed, strict=True)
-        ]
+        self._matches = self._find_matches(reqs, allowed)
+        if self._model and OF_MODEL in self._matches:
+            self._seconds = self._seconds + self._model.share * self._seconds[0] * np.ceil(
+                np.arange(most + 1) / len(reqs)
+            )
         chances = [self.acceptance.estimate(match)[:count] for match, count in zip(self._matches, allowed, strict=True)]
         self.chances = [sum(sum(each[place : place + 1]) for each in chances) / len(reqs) for place in range(self.most)]
         return choose_counts(chances, self._seconds)

@@ -11,13 +11,16 @@ import numpy as np
 KEYS = ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")
 """Keys of ``meta_info``, by SGLang's names: number of steps that checked drafts, of drafts, and of right drafts."""
 
-MATCHES = (1, 2, 3, 5, 8, 12)
+OF_MODEL = 13
+"""Match of the drafts of a trained model; those of texts go up to 12."""
+MATCHES = (1, 2, 3, 5, 8, 12, OF_MODEL)
 """Least match (:meth:`.drafter.Drafter.find_match`) of each class.  Drafts of a class are right about equally often."""
 KEPT = 0.99
 """Share of what was counted that a step leaves of it: some hundred steps count."""
-BEGIN = np.array([[0.2], [0.3], [0.4], [0.5], [0.5], [0.5]])
+BEGIN = np.array([[0.2], [0.3], [0.4], [0.5], [0.5], [0.5], [0.6]])
 """Probability of a draft of each class before any was checked, as measured of a small model (docs/results/
-speculation.md); counts as one draft.  So drafts that were wrong are tried again as what was counted fades."""
+speculation.md), and of a trained drafter as published for EAGLE-3; counts as one draft.  So drafts that were wrong are
+tried again as what was counted fades."""
 MOST_ROWS = 128
 """Most rows of a step with drafts: requests, and drafts of all of them."""
 GAIN = 1.1

@@ -1,0 +1,158 @@
+"""Drafts of a trained model for the requests of a rank (:class:`ModelDrafts`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_pat.host import features, runner
+from sglang_pat.host import requests as host
+from sglang_pat.host.batches import ScheduleBatch
+from sglang_pat.host.requests import Req
+from sglang_pat.rank.draft_model import WINDOW, Pairs
+from sglang_pat.speculate.acceptance import MOST_ROWS
+from sglang_pat.switch.transfer import upload
+
+if TYPE_CHECKING:
+    from sglang_pat.switch.scheduler import SwitchingScheduler
+
+DRAFT_COST = 2.0
+"""Time of a draft over what its share of the weights would take: it is some twenty kernels, without a CUDA graph."""
+
+Row = tuple[str, int]
+"""Name of a request, and the position of one of its tokens."""
+
+
+class Lines:
+    """Which request is on which line of the model, and how many of its tokens it knows there.
+
+    Where no line is left for a request, it gets that of the one that has learnt nothing for longest.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count))
+        self._used: dict[str, tuple[int, int]] = {}
+        """Line and number of tokens of each request, those that learnt last at the end."""
+
+    def find(self, name: str, tokens: int) -> int | None:
+        """The line of a request of which all ``tokens`` are known; None if not all are."""
+        line, known = self._used.get(name, (None, 0))
+        return line if known == tokens else None
+
+    def use(self, name: str, tokens: int) -> tuple[int, bool]:
+        """Note that a request has learnt ``tokens`` tokens; returns its line, and whether it is new there."""
+        new = name not in self._used
+        if not new:
+            line, _ = self._used.pop(name)
+        elif self._free:
+            line = self._free.pop()
+        else:
+            line, _ = self._used.pop(next(iter(self._used)))
+        self._used[name] = line, tokens
+        return line, new
+
+    def end(self, name: str) -> None:
+        if name in self._used:
+            self._free.append(self._used.pop(name)[0])
+
+    def clear(self) -> None:
+        self._free += [line for line, _ in self._used.values()]
+        self._free.sort()
+        self._used.clear()
+
+
+def choose_rows(rows: Sequence[Row], lengths: Mapping[str, int]) -> list[int]:
+    """Indices of those ``rows`` that are worth learning: of the last requests, as many as there are lines, the last
+    :data:`WINDOW` whose next token is known.
+
+    Args:
+        lengths: number of tokens so far, by request; rows of others do not count.
+    """
+    known = [i for i, (name, position) in enumerate(rows) if position + 1 < lengths.get(name, 0)]
+    last = dict(rows[i] for i in known)
+    begin = {name: last[name] - WINDOW for name in list(last)[-MOST_ROWS:]}
+    return [i for i in known if rows[i][1] > begin.get(rows[i][0], rows[i][1])]
+
+
+class ModelDrafts:
+    """The trained drafter of a rank, fed with what the model makes of each step's tokens.
+
+    All ranks of a group have the same calls since :meth:`forget`, and draft alike.
+    """
+
+    def __init__(self, scheduler: SwitchingScheduler) -> None:
+        self._scheduler = scheduler
+        self._model, self._tap = runner.get_drafter(scheduler.layouts.runner)
+        self._lines = Lines(MOST_ROWS)
+        base = scheduler.layouts.base
+        self._base_share = DRAFT_COST * self._model.count_bytes() / runner.count_bytes(base.model) / base.layout.tp
+
+    @property
+    def share(self) -> float:
+        """Seconds of one draft for each request, as a share of a plain step of one request: by the bytes that it reads,
+        so that all ranks reckon alike."""
+        return self._base_share * self._scheduler.layouts.layout.tp
+
+    def forget(self) -> None:
+        """Forget all requests: the ranks of the group, or the weights, are others."""
+        self._lines.clear()
+
+    def end(self, req: Req) -> None:
+        self._lines.end(host.get_name(req))
+
+    def list_rows(self, batch: ScheduleBatch) -> list[Row]:
+        """Rows of a step of ``batch`` that are to be learnt, if any are; before it is run."""
+        few = len(batch.reqs) <= MOST_ROWS or not batch.forward_mode.is_decode()
+        return features.list_rows(batch) if few else []
+
+    def take(self, rows: Sequence[Row], result: Any) -> None:
+        """Keep with its ``result`` what the model made of the tokens of a step that was just launched."""
+        if rows:
+            with features.get_step_stream(self._scheduler):
+                result.pat_features = rows, self._tap.take(len(rows))
+
+    def learn(self, reqs: Sequence[Req], result: Any) -> None:
+        """Learn what was kept of a step of ``reqs``, whose tokens are known by now."""
+        rows, taken = getattr(result, "pat_features", ((), None))
+        texts = {
+            host.get_name(req): (host.get_prompt(req), host.get_output(req)) for req in reqs if not host.has_ended(req)
+        }
+        lengths = {name: len(prompt) + len(output) for name, (prompt, output) in texts.items()}
+        chosen = choose_rows(rows, lengths)
+        if not chosen:
+            return
+        last: dict[str, int] = {rows[i][0]: number for number, i in enumerate(chosen)}
+        lines: dict[str, int] = {}
+        for name, number in last.items():
+            lines[name], new = self._lines.use(name, rows[chosen[number]][1] + 2)
+            if new:
+                self._model.forget(lines[name])
+        tokens = []
+        for name, position in (rows[i] for i in chosen):
+            prompt, output = texts[name]
+            behind = position + 1 - len(prompt)
+            tokens.append(output[behind] if behind >= 0 else prompt[position + 1])
+        columns = [[lines[rows[i][0]] for i in chosen], [rows[i][1] for i in chosen], tokens]
+        device = self._scheduler.layouts.device
+        at, positions, nexts = upload(columns, torch.int64, device).unbind()
+        kept = taken[upload(chosen, torch.int64, device)]
+        self._model.learn(
+            Pairs(at, positions, nexts, kept, upload(list(last.values()), torch.int64, device)), self._embed
+        )
+
+    def knows(self, req: Req) -> bool:
+        """Whether there can be drafts for ``req`` now."""
+        return self._find(req) is not None
+
+    def draft(self, reqs: Sequence[Req], count: int) -> list[list[int]]:
+        """``count`` tokens that are expected next, for each of ``reqs``; all of them are known."""
+        lines = upload([self._find(req) for req in reqs], torch.int64, self._scheduler.layouts.device)
+        return self._model.draft(lines, count, self._embed).tolist()
+
+    def _find(self, req: Req) -> int | None:
+        return self._lines.find(host.get_name(req), host.count_tokens(req))
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return features.get_embed(self._scheduler.layouts.current.model)(tokens)
