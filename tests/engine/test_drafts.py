@@ -224,6 +224,25 @@ async def test_an_update_in_the_middle_of_right_drafts(servers, marker, session)
     await asyncio.to_thread(check_idle, server)
 
 
+@pytest.mark.parametrize("kind", ["plain", "as on CUDA"])
+async def test_a_trained_drafter(servers, marker, session, kind):
+    """It knows the next tokens without having seen any, also after a switch, where it begins anew."""
+    head = models.make_head(MODELS / "head300", drafts=[300])
+    flags = (*FLAGS, "--pat-draft-model", str(head))
+    server = servers.adaptive(marker(300), 2, *flags) if kind == "plain" else servers.as_on_cuda(marker(300), 2, *flags)
+    (answer,) = await asyncio.to_thread(server.generate, [make_body(50, 61)])
+    assert answer["output_ids"] == [300] * 61
+    found = [count(answer, what) for what in ("verify_ct", "num_proposed_drafts", "num_correct_drafts")]
+    assert found == [12, 48, 48], "of five tokens each; one came with the prompt"
+    (work,) = await hold(server, session, [make_body(50, 61)], step=4)
+    await server.set_schedule(session, {"tp": 2})
+    answer = await work
+    # The first step after a switch has no draft.
+    found = [count(answer, what) for what in ("verify_ct", "num_proposed_drafts", "num_correct_drafts")]
+    assert answer["output_ids"] == [300] * 61 and found == [12, 48, 48]
+    await asyncio.to_thread(check_idle, server)
+
+
 @pytest.mark.parametrize(("rows", "given"), [("cheap", "auto"), ("dear", str(DRAFTS))])
 def test_as_many_drafts_as_pay(servers, llama, deployment, tmp_path, rows, given):
     """Two profiles: in one a step of sixteen requests takes 1.2 times as long as one of a single request, in the other

@@ -55,6 +55,8 @@ class Setup:
 
 
 CHUNKED = ("--chunked-prefill-size", "128")
+HEAD = MODELS / "head"
+"""A random drafter beside the texts: it is wrong, as good as always."""
 REPEATED = dict(repeats=0.6)
 """Responses to one prompt: one drafts from the other."""
 FEW = dict(max_batch=8, max_prompt=200, max_new_tokens=40)
@@ -66,10 +68,19 @@ SETUPS = {
     # Drafts are checked in each decode step, up to 128 rows.
     "llama-drafts": Setup(model="llama-kv2", ranks=2, count=5, flags=("--pat-speculate", "4"), limits=REPEATED),
     "llama-drafts-as-on-cuda": Setup(
-        model="llama-kv2", ranks=2, count=3, as_on_cuda=True, flags=("--pat-speculate", "3"), limits=REPEATED
+        model="llama-kv2",
+        ranks=2,
+        count=3,
+        as_on_cuda=True,
+        flags=("--pat-speculate", "3", "--pat-draft-model", str(HEAD)),
+        limits=REPEATED,
     ),
     "flat-4-ranks-drafts": Setup(
-        model="llama-flat", ranks=4, count=3, flags=(*CHUNKED, "--pat-speculate", "2"), limits=REPEATED
+        model="llama-flat",
+        ranks=4,
+        count=3,
+        flags=(*CHUNKED, "--pat-speculate", "2", "--pat-draft-model", str(HEAD)),
+        limits=REPEATED,
     ),
     "flat-4-ranks": Setup(model="llama-flat", ranks=4, count=4, flags=CHUNKED),
     # Bias in q, k and v.  Six decoding requests a rank at most: some wait, and twelve do not fit after a merge.
@@ -179,6 +190,7 @@ class Runner:
 
     def adaptive(self, name: str):
         setup = SETUPS[name]
+        models.make_head(HEAD)
         options = {} if setup.max_total_tokens == 16384 else {"max_total_tokens": setup.max_total_tokens}
         if setup.as_on_cuda:
             return self.servers.as_on_cuda(make_model(setup.model), setup.ranks, *setup.flags)

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -46,25 +46,10 @@ class HeadConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft_vocab_size: int
     rms_norm_eps: float = 1e-6
     head_dim: int | None = None
-    num_hidden_layers: int = 1
-    hidden_act: str = "silu"
-    target_hidden_size: int | None = None
+    hidden_act: Literal["silu"] = "silu"
     norm_output: bool = False
-    fc_norm: bool = False
-    use_aux_norm: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    bias: bool = False
+    norm_before_residual: Literal[False] = False
     eagle_config: dict[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        only = {
-            "num_hidden_layers": 1, "hidden_act": "silu", "fc_norm": False, "use_aux_norm": False,
-            "attention_bias": False, "mlp_bias": False, "bias": False,
-        }  # fmt: skip
-        for name, value in only.items():
-            if getattr(self, name) != value:
-                raise ValueError(f"{name} is {getattr(self, name)}; only heads with {value} are supported")
 
     def list_layers(self, num_layers: int) -> list[int]:
         """Layers of a model of ``num_layers`` whose *inputs* are the features.
@@ -149,7 +134,7 @@ class DraftModel:
         )  # fmt: skip
 
         def take(name: str, *shape: int | None) -> torch.Tensor:
-            value = weights.get(name)
+            value = weights.pop(name, None)
             if value is None:
                 raise ValueError(f"it has no weight {name}")
             if len(shape) != value.dim() or any(n not in (None, m) for n, m in zip(shape, value.shape, strict=True)):
@@ -173,7 +158,9 @@ class DraftModel:
         self._embedding = take("embed_tokens.weight", None, hidden) if "embed_tokens.weight" in weights else None
         ids = torch.arange(config.draft_vocab_size, device=device)
         self._ids = ids + take("d2t", config.draft_vocab_size) if "d2t" in weights else ids
-        self._rotary = LlamaRotaryEmbedding(LlamaConfig(**json.loads((folder / "config.json").read_text())), device)
+        if others := sorted(weights.keys() - {"t2d"}):  # t2d says of each token whether it can be drafted
+            raise ValueError(f"it has weights that an EAGLE-3 head of one layer has not: {', '.join(others[:4])}")
+        self._rotary = LlamaRotaryEmbedding(LlamaConfig(**json.loads((folder / "config.json").read_text()))).to(device)
         self._kv = torch.zeros(lines, PLACES, 2, kv_heads, width, dtype=dtype, device=device)
         self._at = torch.full((lines, PLACES), -1, device=device)
         """Position of each place; -1: none."""
@@ -208,7 +195,9 @@ class DraftModel:
 
     def learn(self, pairs: Pairs, embed: Embed) -> None:
         """Take in pairs; no more than :data:`WINDOW` of a request."""
-        joined = F.linear(pairs.features, self._join)
+        joined = pairs.features
+        if joined.shape[1] != self.config.hidden_size:  # else SGLang leaves it out, too
+            joined = F.linear(joined, self._join)
         _, both = self._normalize(joined, pairs.tokens, embed)
         self._store(both, pairs.lines, pairs.positions)
         lines = pairs.lines[pairs.last]

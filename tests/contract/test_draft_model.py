@@ -1,0 +1,131 @@
+"""A trained drafter of ours drafts as SGLang's own, and says what it cannot use."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sglang_pat.host import adapter
+from sglang_pat.rank.draft_model import DraftModel, Pairs, read_config
+from sglang_pat.rank.model_drafts import Lines, choose_rows
+from sglang_pat.testing import models
+
+pytestmark = pytest.mark.contract
+
+STEPS = 20
+
+
+@pytest.fixture
+def head(tmp_path):
+    return models.make_head(tmp_path / "head", drafts=range(0, 503, 2))
+
+
+def make_model(folder, lines: int = 4) -> DraftModel:
+    return DraftModel(folder, read_config(folder), lines, torch.float32, "cpu")
+
+
+@pytest.mark.skipif(
+    adapter.FOLDER == "v0_5_23",
+    reason="its module needs the whole of SGLang 0.5.23's context; it is the same as before",
+)
+def test_it_drafts_as_sglangs(head, model, run_code):
+    embedding, features, tokens = torch.randn(503, 64), torch.randn(STEPS, 128), torch.randint(0, 503, (STEPS,))
+    save_file({"embedding": embedding, "features": features, "tokens": tokens}, head / "given.safetensors")
+    theirs = run_code(
+        "from tests.contract.eagle_case import main\nimport pathlib, sys\nmain(pathlib.Path(sys.argv[1]), sys.argv[2])",
+        head,
+        model,
+    )
+    assert theirs.returncode == 0, theirs.stderr
+    (head / "given.safetensors").unlink()
+    ours, found, line = make_model(head), [], torch.tensor([2])
+
+    def embed(ids):
+        return embedding[ids]
+
+    for i in range(STEPS):
+        ours.learn(Pairs(line, torch.tensor([i]), tokens[i : i + 1], features[i : i + 1], line * 0), embed)
+        # Further drafts leave keys and values that the next tokens replace.
+        found.append(int(ours.draft(line, 3, embed)[0, 0]))
+    assert found == json.loads(theirs.stdout.splitlines()[-1])
+
+
+def test_requests_do_not_see_each_other(head):
+    """What is drafted for several requests, learnt in pieces, is what each gets by itself."""
+    embedding, lengths = torch.randn(503, 64), (7, 3, 12)
+    rows = [(line, at) for line, length in enumerate(lengths) for at in range(length)]
+    lines, positions = torch.tensor(rows).unbind(1)
+    tokens, features = torch.randint(0, 503, (len(rows),)), torch.randn(len(rows), 128)
+
+    def feed(model, chosen):
+        of = lines[chosen].tolist()
+        last = torch.tensor([max(i for i, line in enumerate(of) if line == one) for one in dict.fromkeys(of)])
+        pairs = Pairs(lines[chosen], positions[chosen], tokens[chosen], features[chosen], last)
+        model.learn(pairs, lambda t: embedding[t])
+
+    together = make_model(head)
+    for piece in (range(5), range(5, 12)):
+        feed(together, torch.tensor([i for i, (_, at) in enumerate(rows) if at in piece]))
+    drafted = together.draft(torch.arange(3), 4, lambda t: embedding[t])
+    for line in range(3):
+        alone = make_model(head)
+        feed(alone, (lines == line).nonzero()[:, 0])
+        assert alone.draft(torch.tensor([line]), 4, lambda t: embedding[t])[0].tolist() == drafted[line].tolist()
+        alone.forget(line)
+        assert (alone._at[line] == -1).all()
+
+
+BAD = [
+    ({"draft_vocab_size": None}, "draft_vocab_size"),
+    ({"norm_before_residual": True}, "norm_before_residual"),
+    ({"hidden_size": 32}, "has shape"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), BAD, ids=[said for _, said in BAD])
+def test_heads_that_cannot_be_used(head, change, said):
+    config = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=said) as error:
+        make_model(head)
+    assert "\n" not in str(error.value)
+
+
+def test_the_head_of_another_model(head):
+    make_model(head).check(128, 64, 503)
+    with pytest.raises(ValueError, match="it is the head of another model: of 128 features, .* not 192, 64 and 503"):
+        make_model(head).check(192, 64, 503)
+    save_file({"fc.weight": torch.zeros(64, 128)}, head / "model.safetensors")
+    with pytest.raises(ValueError, match="it has no weight input_layernorm.weight"):
+        make_model(head)
+
+
+def test_a_weight_that_is_not_used(head):
+    save_file(
+        load_file(head / "model.safetensors") | {"input_norm.weight": torch.ones(128)}, head / "model.safetensors"
+    )
+    with pytest.raises(ValueError, match="it has weights that .* has not: input_norm.weight"):
+        make_model(head)
+
+
+def test_lines_go_to_those_that_learnt_last():
+    lines = Lines(2)
+    assert [lines.use(name, 5)[1] for name in ("a", "b", "a")] == [True, True, False]
+    assert lines.find("a", 5) is not None and lines.find("a", 6) is None
+    line, new = lines.use("c", 7)
+    assert new and lines.find("b", 5) is None and lines.find("c", 7) == line
+    lines.end("a")
+    lines.end("b")
+    assert lines.use("d", 1)[1] and lines.find("c", 7) == line
+    lines.clear()
+    assert lines.find("c", 7) is None
+
+
+def test_rows_worth_learning():
+    rows = [("a", at) for at in range(600)] + [("b", 3), ("b", 4), ("gone", 0)]
+    chosen = [rows[i] for i in choose_rows(rows, {"a": 600, "b": 5})]
+    # The last token of "a" has none after it, nor has the draft of "b" that was wrong.
+    assert chosen == [("a", at) for at in range(87, 599)] + [("b", 3)]
