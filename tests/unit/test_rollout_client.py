@@ -6,6 +6,7 @@ import asyncio
 import json
 from contextlib import asynccontextmanager
 
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -117,10 +118,11 @@ async def serve(server: PlayedServer):
         await runner.cleanup()
 
 
-def play(server: PlayedServer, mine: Admitter, **named) -> list:
+def play(server: PlayedServer, mine: Admitter, params: dict | None = None, **named) -> list:
     async def run() -> list:
         async with serve(server) as url:
-            events = RolloutClient(url, name="mine").async_rollout(mine, {"max_new_tokens": 50}, 0, **named)
+            given = {"max_new_tokens": 50} | (params or {})
+            events = RolloutClient(url, name="mine").async_rollout(mine, given, 0, **named)
             return [event async for event in events]
 
     return asyncio.run(asyncio.wait_for(run(), 30))
@@ -155,6 +157,24 @@ def test_faults_end_the_round_in_one_line_and_nothing_is_lost(fault, error, said
         play(server, mine)
     assert "\n" not in str(caught.value)
     assert len(mine.state.fresh) == 3 and mine.state.round is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params"),
+    [
+        ({"input_ids": [np.int64(3)]}, {}),
+        ({"input_ids": np.array([3])}, {}),
+        ({"input_ids": [3]}, {"temperature": np.float32(0.5)}),
+        ([3], {}),
+    ],
+    ids=["tokens", "array", "parameter", "no fields"],
+)
+def test_what_cannot_be_sent_ends_the_round(prompt, params):
+    mine = admitter(end=False)
+    mine.feed([((0, index), prompt) for index in range(2)], end_of=0)
+    with pytest.raises((TypeError, LookupError)):
+        play(PlayedServer(), mine, params)
+    assert len(mine.state.fresh) == 2 and mine.state.round is None
 
 
 def test_no_server():

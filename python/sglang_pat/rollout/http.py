@@ -203,22 +203,27 @@ class HttpBackend:
             calls = {rid: call for rid in rids if (call := self._calls.get(rid)) and not call.answer.done()}
             if not calls:
                 return
-            prompts = [call.prompt for call in calls.values()]
-            body = {
-                **{field: [prompt[field] for prompt in prompts] for field in prompts[0]}, "rid": [*calls],
-                "sampling_params": [call.params | self._part for call in calls.values()], "return_logprob": True,
-                "stream": True, "return_routed_experts": self._routed,
-            }  # fmt: skip
-            for call in calls.values():
-                call.sent = True
             try:
-                await self._read(calls, self._session.post(self._url + "/generate", data=msgspec.json.encode(body)))
+                data = self._encode(calls)
+                for call in calls.values():
+                    call.sent = True
+                await self._read(calls, self._session.post(self._url + "/generate", data=data))
                 error: Exception = ConnectionError(f"{self._url} broke off, and did not answer")
-            except (ValueError, ConnectionError) as caught:
+            except Exception as caught:  # whatever it is: who waits for an answer would wait for ever
                 error = caught
             for call in calls.values():
                 if not call.answer.done():
                     call.answer.set_exception(error)
+
+    def _encode(self, calls: dict[str, _SampleCall]) -> bytes:
+        """The body of one request.  Raises TypeError: something in a prompt, or in the parameters, is not of JSON."""
+        prompts = [call.prompt for call in calls.values()]
+        body = {
+            **{field: [prompt[field] for prompt in prompts] for field in prompts[0]}, "rid": [*calls],
+            "sampling_params": [call.params | self._part for call in calls.values()], "return_logprob": True,
+            "stream": True, "return_routed_experts": self._routed,
+        }  # fmt: skip
+        return msgspec.json.encode(body)
 
     async def _read(self, calls: dict[str, _SampleCall], request: Any) -> None:
         """The answers, as they come.  Raises as :meth:`generate`."""
