@@ -106,6 +106,31 @@ async def test_a_verdict_and_the_trainer_get_the_text_of_all_tokens(monkeypatch)
     assert len(judged) >= len(groups) == 2
 
 
+@pytest.mark.parametrize("who", ["verdicts", "rewards", "nobody"])
+async def test_a_tokenizer_that_fails_ends_the_round(monkeypatch, who):
+    """Slow tokenizers do, of a token in the padding of the vocabulary."""
+
+    def fail(self, token_ids):
+        raise TypeError("no such token")
+
+    generate = Played.generate
+
+    async def half(self, *given):
+        output = await generate(self, *given)
+        output.text = "well \ufffd"
+        return output
+
+    monkeypatch.setattr(Played, "generate", half)
+    monkeypatch.setattr(Played, "decode_tokens", fail)
+    engine, mine = Played(), admitter(3, 3, 3, filter_groups=who == "verdicts")
+    reward = (lambda response: 1.0) if who == "rewards" else None
+    round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": 50}, reward=reward)
+    with pytest.raises(TypeError, match="no such token"):
+        await asyncio.wait_for(list_events(round_), 60)
+    await round_.wait()
+    assert len(mine.state.fresh) == 3 and mine.state.round is None and not engine.running
+
+
 @pytest.mark.parametrize("asked", ["judge", "more"])
 async def test_the_end_of_an_iterator_in_a_callback_ends_the_round(asked):
     """No future takes a StopIteration: whoever waits for one would wait for ever."""

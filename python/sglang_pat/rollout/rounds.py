@@ -14,7 +14,7 @@ import logging
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from statistics import mean
 from typing import Any
@@ -285,12 +285,12 @@ class RolloutRound:
                     self._queue.append(action)
                     self._stopping.add(sample)
                 case Judge(group):
-                    self._requests.decode(sample.output for sample in group.list_kept())
+                    self._decode(sample.output for sample in group.list_kept())
                     self._callbacks.judge(group.copy_for_changes())  # the end of the round may change ours
                 case NeedPrompts(prompts):
                     self._callbacks.feed(prompts)
                 case ReturnGroup(group):
-                    self._requests.decode(sample.output for sample in group.list_kept())
+                    self._decode(sample.output for sample in group.list_kept())
                     if self._rewards is None:
                         self._events.put_nowait(group)
                     else:
@@ -304,6 +304,13 @@ class RolloutRound:
                     self._ending = asyncio.ensure_future(self._end(self.summary))
         if self._queue and self._updates is not None and self.summary is None and self._slice is None:
             self._slice = asyncio.get_running_loop().call_soon(self._run_next_chunk)
+
+    def _decode(self, outputs: Iterable[Output]) -> None:
+        """Decode responses that came in pieces; the round ends where the tokenizer cannot."""
+        try:
+            self._requests.decode(outputs)
+        except Exception as error:
+            self.fail(error)
 
     async def _end(self, summary: Summary) -> None:
         """Tell the engine that it has nothing of the round any more, then, when all rewards are there, whoever
@@ -373,7 +380,7 @@ class RolloutRound:
         if chosen is None:  # that was the end of the round: whoever delivers the group asks
             return
         if sample.number in chosen:
-            self._requests.decode([output])
+            self._decode([output])
             rewards.begin(Response(sample=sample, prompt=prompt, output=output))
         rewards.keep_only(sample.key, chosen)
 
