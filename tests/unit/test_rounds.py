@@ -241,6 +241,15 @@ async def test_the_engine_is_told_of_a_round_before_its_samples_and_after_them()
     assert (engine.told[0].requests, engine.told[0].kind) == (2, "long")
 
 
+async def test_a_prompt_that_is_none_ends_the_round():
+    mine = admitter(end=False)
+    mine.feed([((0, index), 5) for index in range(2)], end_of=0)
+    round_ = RolloutRound(mine, Played(), 0, {"max_new_tokens": 50})
+    with pytest.raises(TypeError):
+        await list_events(round_)
+    assert len(mine.state.fresh) == 2 and mine.state.round is None, "another round may begin"
+
+
 async def test_a_round_of_more_samples_than_policies_compute_with_has_no_size(monkeypatch):
     monkeypatch.setattr(messages, "MOST_IN_ROUND", 5)
     engine = Played()

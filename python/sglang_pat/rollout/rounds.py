@@ -209,7 +209,7 @@ class RolloutRound:
         self._before = admitter.before
         self._updates: int | None = None
         """Weight updates before the first sample; None: the engine has not been told of the round yet."""
-        self._telling = asyncio.ensure_future(self._tell(make_announcement(admitter, self.name, params)))
+        self._telling = asyncio.ensure_future(self._tell(params))
         self._do(actions)
 
     def tell(self, call: Callable[..., list[Action]], *about: Any) -> None:
@@ -266,10 +266,10 @@ class RolloutRound:
     def _record_reward(self, sample: SampleId, reward: float) -> None:
         self.tell(self.admitter.record_reward, sample, reward)
 
-    async def _tell(self, begun: BeginRound) -> None:
+    async def _tell(self, params: dict[str, Any]) -> None:
         """Tell the engine that the round begins, before any of its samples."""
         try:
-            await self._backend.begin_round(begun)
+            await self._backend.begin_round(make_announcement(self.admitter, self.name, params))
         except Exception as error:
             self.fail(error)
         self._updates = self._backend.count_updates()
