@@ -9,10 +9,12 @@ from contextlib import AsyncExitStack
 import pytest
 from aiohttp import web
 
-from sglang_pat.messages import GENERATED_PARAM
+from sglang_pat.messages import GENERATED_PARAM, BeginRound
 from sglang_pat.rollout import fleet, http
 from sglang_pat.rollout.client import RolloutClient
+from sglang_pat.rollout.fleet import FleetBackend, Losses
 from sglang_pat.rollout.http import Weights
+from sglang_pat.rollout.records import Output
 
 from .rounds_world import admitter
 from .test_rollout_client import PlayedServer, serve
@@ -188,6 +190,74 @@ def test_a_server_with_other_weights_gets_nothing(caplog):
 )  # fmt: skip
 def test_which_weights_are_the_same(one, other, same):
     assert Weights(*one).are(Weights(*other)) == Weights(*other).are(Weights(*one)) == same
+
+
+class Told:
+    """A server's backend: ``told`` of the begin and the end of a round; ``answers``: when, or with which error."""
+
+    weights = Weights("default", 0)
+
+    def __init__(self, url: str, told: list[str], answers: asyncio.Event | Exception | None = None) -> None:
+        self._url, self._told, self._answers = url, told, answers
+
+    async def begin_round(self, begun) -> None:
+        if isinstance(self._answers, Exception):
+            raise self._answers
+        if self._answers is not None:
+            await self._answers.wait()
+        self._told.append(f"begins at {self._url}")
+
+    async def end_round(self, name) -> None:
+        self._told.append(f"ends at {self._url}")
+
+    def count_updates(self) -> int:
+        return 0
+
+    async def generate(self, rid, prompt, params):
+        raise http.EngineLost(f"{self._url} is gone", True, Output())
+
+    def lose(self, error) -> None: ...
+    async def close(self) -> None: ...
+
+
+async def test_a_refusal_waits_for_the_other_servers_which_are_told_of_the_end():
+    answers, told = asyncio.Event(), []
+    kinds = {"a": ValueError("not ready"), "b": answers}
+    backend = FleetBackend("ab", lambda url: Told(url, told, kinds[url]), None, Losses())
+    begins = asyncio.ensure_future(backend.begin_round(BeginRound()))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    answers.set()
+    with pytest.raises(ValueError, match="not ready"):
+        await begins
+    await backend.end_round("")
+    await backend.close()
+    assert told == ["begins at b", "ends at b"]
+
+
+async def test_when_no_server_is_left():
+    backend = FleetBackend("a", lambda url: Told(url, []), None, Losses())
+    await backend.begin_round(BeginRound())
+    for _ in range(2):  # the first sample loses it, the second never had one
+        with pytest.raises(ConnectionError, match="no server is left; a is gone"):
+            await backend.generate("r-0-0-0-0", {"input_ids": [1]}, {"max_new_tokens": 5})
+    with pytest.raises(ConnectionError, match="no server is left; a is gone"):
+        backend.get_token_limit()
+    await backend.close()
+
+
+async def test_a_server_that_answers_after_the_end_is_told_of_no_round(monkeypatch):
+    monkeypatch.setattr(fleet, "LOOK_SECONDS", 0)
+    told = []
+    backend = FleetBackend("a", lambda url: Told(url, told), None, Losses())
+    await backend.begin_round(BeginRound())
+    with pytest.raises(ConnectionError):
+        await backend.generate("r-0-0-0-0", {"input_ids": [1]}, {"max_new_tokens": 5})
+    await backend.end_round("")
+    for _ in range(5):  # rewards are waited for
+        await asyncio.sleep(0)
+    assert told == ["begins at a"]
+    await backend.close()
 
 
 @pytest.mark.parametrize("url", [[], ["http://a:1", "http://a:1/"]])

@@ -92,16 +92,18 @@ class FleetBackend:
             ValueError: a server refuses it.
         """
         self._begun = replace(begun, requests=None, prompts=None)  # nobody knows how many each will get
-        await asyncio.gather(*(self._begin_round(server) for server in self._servers))
-        living = [server.backend for server in self._servers if server.backend is not None]
-        if not living:
-            raise ConnectionError(self._list_lost())
-        self._weights = max((backend.weights for backend in living), key=lambda weights: weights.updates)
+        answers = await asyncio.gather(*map(self._begin_round, self._servers), return_exceptions=True)
+        for refusal in filter(None, answers):  # not before all have answered: the end is told to those that take it
+            raise refusal
+        backends = [backend for _, backend in self._list_living()]
+        self._weights = max((backend.weights for backend in backends), key=lambda weights: weights.updates)
         for server in self._servers:
             await self._leave_out_if_other(server)
         self._looking = asyncio.ensure_future(self._look_for_lost())
 
     async def end_round(self, name: str) -> None:
+        if self._looking is not None:
+            self._looking.cancel()  # one that answers now would be told that a round begins that is over
         for server in self._servers:
             if server.backend is not None:
                 try:
@@ -115,7 +117,7 @@ class FleetBackend:
         )
 
     def get_token_limit(self) -> int:
-        return min(server.backend.get_token_limit() for server in self._servers if server.backend is not None)
+        return min(backend.get_token_limit() for _, backend in self._list_living())
 
     def decode_tokens(self, token_ids: list[int]) -> str:
         return decode_tokens(self._tokenizer, token_ids)
@@ -162,7 +164,7 @@ class FleetBackend:
                 finally:
                     server.samples -= 1
         finally:
-            del self._at[rid]
+            self._at.pop(rid, None)
             self._stopped.discard(rid)
         if lost and output.text:
             output.text = self.decode_tokens(output.token_ids)
@@ -188,11 +190,8 @@ class FleetBackend:
 
         Raises ConnectionError: none is left.
         """
-        living = [server for server in self._servers if server.backend is not None]
-        if not living:
-            raise ConnectionError(f"no server is left; {self._list_lost()}")
         prompt = rid.rsplit("-", 2)[0]
-        best = min(living, key=lambda server: server.samples)
+        best = min((server for server, _ in self._list_living()), key=lambda server: server.samples)
         home = self._homes.get(prompt)
         if home is None or home.backend is None or home.samples > best.samples + MARGIN:
             home = self._homes[prompt] = best
@@ -231,6 +230,13 @@ class FleetBackend:
         end = asyncio.ensure_future(backend.close())
         self._closing.add(end)
         end.add_done_callback(self._closing.discard)
+
+    def _list_living(self) -> list[tuple[_Server, HttpBackend]]:
+        """The servers that are not lost.  Raises ConnectionError: none is left."""
+        living = [(server, server.backend) for server in self._servers if server.backend is not None]
+        if not living:
+            raise ConnectionError(f"no server is left; {self._list_lost()}")
+        return living
 
     def _list_lost(self) -> str:
         return "; ".join(self._why[server.url] for server in self._servers if server.backend is None)
