@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -346,6 +347,22 @@ def test_expected_work_against_draws():
     assert (np.diff(found.tokens) >= -1e-6).all()
     first = np.where(longest < longest[:, ::-1], tokens, 0).sum(axis=1).mean()
     assert found.tokens[-1] == pytest.approx(5000 + first, rel=0.03), "the other one ends the round"
+
+
+def test_expected_work_of_thousands_of_prompts():
+    """No matrix of prompts and requests, which takes seconds and all memory."""
+    lengths, history = np.arange(1000).repeat(4), learn(3000)
+    few = snapshot(lengths[:200], limit=4096, families=range(200)).load
+    many = snapshot(lengths, limit=4096, families=range(len(lengths))).load
+    tracemalloc.start()
+    try:
+        for load in (few, many):
+            told = structs.replace(BUSY, samples=len(load), complete=0, ready=0)
+            work = expect_work(load, history, told, look_ahead(load, history))
+            assert work.samples[-1] == pytest.approx(len(load)), "in the end all are complete"
+        assert tracemalloc.get_traced_memory()[1] < 64e6
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_trainer_gets_nothing_of_the_last_group_before_the_round_is_over():

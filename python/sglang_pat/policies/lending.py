@@ -475,19 +475,21 @@ def expect_work(load: Load, history: LengthHistory, training: Training, outlook:
     ends = np.concatenate([[0.0], np.cumsum(outlook.width)])
     curve = history.make_curve(int(load.limit.max()), load.output)
     alive = _expect_alive(load, curve, ends)
-    family, place = np.unique(load.family, return_inverse=True)
     ending = -np.diff(alive, axis=1)  # probability to end in each interval
     middle = (ends[:-1] + ends[1:]) / 2
     ended = 1 - alive
     own = np.concatenate([np.zeros((len(load), 1)), np.cumsum(ending * middle, axis=1)], axis=1)
     tokens = (load.prompt + load.output)[:, None] + own / np.maximum(ended, 1e-12)
-    members = np.zeros((len(family), len(load)))
-    members[place, np.arange(len(load))] = 1.0
-    log_done = members @ np.log(np.maximum(ended, 1e-12))  # [families, intervals + 1]
+    # Not with a matrix of families and requests: there may be thousands of both.
+    order = np.argsort(load.family, kind="stable")
+    family, starts = np.unique(load.family[order], return_index=True)
+    log_done, in_group = (
+        np.add.reduceat(each[order], starts) for each in (np.log(np.maximum(ended, 1e-12)), tokens)
+    )  # [families, intervals + 1]
     done, others = np.exp(log_done), np.exp(log_done.sum(axis=0) - log_done)
     # The group that is complete last ends the round: nothing of it can be trained meanwhile.
     early = np.cumsum(np.diff(done, axis=1, prepend=0.0) * (1 - others), axis=1)
-    each = members @ tokens + training.pending / len(family)
+    each = in_group + training.pending / len(family)
     left = (training.samples - training.complete) / len(family)
     return Work(tokens=training.ready + (early * each).sum(axis=0), samples=training.complete + left * done.sum(axis=0))
 
