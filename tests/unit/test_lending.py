@@ -295,6 +295,15 @@ def test_a_policy_without_a_profile_is_the_same_rule():
     assert policy(replace(lent, load=idle.load), history, done).move is Move.TAKE_BACK
 
 
+def test_where_more_than_half_is_lent_the_room_of_what_is_left_counts():
+    seen = replace(snapshot(ALIKE, tp=1, limit=4096), num_ranks=1, degrees=(1,))
+    seen, room = replace(seen, load=replace(seen.load, replica=0 * seen.load.replica)), 30_000
+    for policy in (make(crossing()), make_lending_policy(None, None, RANKS, DEGREES)):
+        assert policy(replace(seen, room={1: room}), learn(3000), BUSY).move is Move.WAIT
+        said = policy(replace(seen, room={1: room // 2}), learn(3000), BUSY)
+        assert said.move is Move.TAKE_BACK and f"room for {room // 2}" in said.why
+
+
 def test_the_peak_is_that_of_a_round_of_these_lengths():
     """All are alike and keep pace; the oracle draws the rest of each from the very curve."""
     random, history = np.random.default_rng(2), LengthHistory()

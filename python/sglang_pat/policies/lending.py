@@ -327,7 +327,9 @@ def make_lending_policy(
         if training.returned and not lent:
             return _say(snapshot, Move.NEVER, "ranks were lent in this step already")
         outlook = outlook and _end_with_spare(outlook, training.spare)
-        room = min((snapshot.room[tp] * (half_ranks // tp) for tp in usable if tp in snapshot.room), default=0.0)
+        left = snapshot.num_ranks if lent else half_ranks  # fewer than half where others have lent more
+        rooms = (snapshot.room[tp] * (left // tp) for tp in usable if tp in snapshot.room and tp <= left)
+        room = min(rooms, default=0.0)
         on = snapshot.load.output < snapshot.load.limit
         peak = max(project_peak(outlook), float((snapshot.load.prompt + snapshot.load.output)[on].sum()))
         if lent and peak > room:
