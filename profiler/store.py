@@ -42,10 +42,10 @@ def load_existing(path: Path) -> Profile | None:
     if profile.kind != "measured":
         raise UsageError(f"--out {path} is a {profile.kind} profile; give another file")
     try:
-        Grid(**{name: tuple(axis) for name, axis in profile.grid.items()})
+        grid = Grid(**{name: tuple(axis) for name, axis in profile.grid.items()})
     except (TypeError, UsageError) as error:
         raise UsageError(f"--out {path} has no grid to go on with ({error}); give another file") from None
-    return profile
+    return msgspec.structs.replace(profile, grid=grid.as_lists())  # an axis that is not there is the default one
 
 
 def check_asked(path: Path, profile: Profile, grid: str) -> None:
@@ -101,7 +101,7 @@ class Store:
         # Longer than their prompts by what they decoded; a few tokens fewer where random prompts begin alike.
         tokens = measured.tokens // measured.requests + 8 if measured.requests else 0
         axis: Sequence[int] = self.profile.grid["switch_context"] if tokens else (0,)
-        context = max((c for c in axis if c <= tokens), default=axis[0])
+        context = max((c for c in axis if c <= tokens), default=next(iter(axis), 0))
         replicas = self.profile.fingerprint.num_ranks // low
         return Point(kind="switch", tp=low, to_tp=high, replicas=replicas, batch=measured.requests, context=context)
 

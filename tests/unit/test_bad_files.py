@@ -7,6 +7,7 @@ import json
 import pytest
 
 from profiler import report, sweep, validate
+from profiler.store import Store, load_existing
 from sglang_pat import job_settings
 from sglang_pat.launch import refusals
 from sglang_pat.predict import profile as profiles
@@ -49,6 +50,7 @@ PROFILES = [
     ),
     (change_profile("fingerprint", "degrees", to=[1, 4, 2]), "given are 1, 4, 2"),
     (change_profile("switches", to=[]), "no switches"),
+    (change_profile("machine", to={"points": "many"}), 'machine.points is "many": expected a number'),
     (without(tp=4), "no decode times of tp=4, with all 1 replicas at work"),
 ]
 OTHERS = [(lambda path: job_settings.check({"profile": path}, 4, "settings"), b"{}", "settings: profile ")]
@@ -94,6 +96,14 @@ def test_an_interrupted_profile_predicts_nothing(tmp_path, capsys):
     save(profile(complete=False), path)
     assert commands.run("compare", compare.main, ["--profile", str(path), "--lengths", "sft"]) == 2
     assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [{}, {"switch_context": []}])
+def test_a_sweep_goes_on_with_a_profile_whose_grid_lacks_an_axis(tmp_path, more):
+    path = tmp_path / "p.json"
+    save(profile(grid={"batch": [1], "context": [64]} | more), path)
+    kept = Store(path, load_existing(path))
+    assert {point.kind for point in kept.list_done()} >= {"decode", "switch"}
 
 
 @pytest.mark.parametrize("grid", [{}, {"batch": [1], "context": [1]}, {"batch": [1], "context": [64], "height": [1]}])

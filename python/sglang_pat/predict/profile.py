@@ -45,6 +45,9 @@ MOST_POINTS = 4096
 THIN = 0.5
 """Share of the points of a sweep from which on its profile is not called thin."""
 
+COUNTED = ("points", "left_out", "failed", "sessions", "spent_seconds", "others_share")
+"""Entries of a profile's ``machine`` that are numbers: a sweep goes on with them."""
+
 INFORMATIVE = ("kv_tokens", "max_running")
 """Fields of a fingerprint that may differ."""
 
@@ -235,6 +238,9 @@ def check(profile: Profile) -> None:
     """Check the whole profile."""
     mark = profile.fingerprint
     _check_layouts(mark)
+    for name in COUNTED:
+        if isinstance(value := profile.machine.get(name), str):
+            raise make_field_error(f"machine.{name}", value, "expected a number, as the sweep counts it")
     _check_points("decode", profile.decode, "context", mark)
     _check_points("prefill", profile.prefill, "length", mark)
     _check_switches(profile.switches, mark)
