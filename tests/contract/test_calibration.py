@@ -33,7 +33,7 @@ class Manager:
         self.server_args = SimpleNamespace(spec=spec, disable_radix_cache=not cached, device=device)
         self.model_config = SimpleNamespace(vocab_size=500)
         self.did, self.made_up, self.injected = [], [], []
-        self.busy = 0
+        self.busy, self.flushes = 0, True
         self.decodes: asyncio.Event | None = None
         """An event on a machine so slow that only an abort ends the request; None on any other."""
 
@@ -67,9 +67,10 @@ class Manager:
 
     pat_wait_until_idle = AdaptiveTokenizerManager.pat_wait_until_idle
 
-    async def flush_cache(self, timeout_s: float) -> None:
+    async def flush_cache(self, timeout_s: float) -> SimpleNamespace:
         assert not self.busy
         self.did.append("flush")
+        return SimpleNamespace(success=self.flushes, message="")
 
 
 def test_layouts_take_turns_there_and_back():
@@ -131,8 +132,16 @@ def test_nothing_is_measured_beyond_what_was_profiled():
 def test_a_switch_that_fails_ends_it_and_is_logged(switch, caplog):
     manager = Manager(fails=switch)
     asyncio.run(calibration.calibrate(manager))
-    assert manager.did[-1] == "over"
+    assert manager.did[-2:] == ["flush", "over"], "nothing was computed of the prompts that are in the cache"
     assert "the profile is not calibrated: no memory" in caplog.text
+
+
+def test_made_up_prompts_that_stay_in_the_cache_are_told(caplog):
+    manager = Manager()
+    manager.flushes = False
+    asyncio.run(calibration.calibrate(manager))
+    assert manager.did[-2:] == ["flush", "over"]
+    assert "the cache still has made-up prompts" in caplog.text
 
 
 async def test_first_requests_wait_for_it_and_it_does_not_wait_for_them(monkeypatch):

@@ -71,10 +71,18 @@ async def _run_turns(manager: Any, begun: float) -> None:
                 await _decode(manager, requests, min(context, longest), int(room / requests), config.calibrate)
                 await manager.pat_wait_until_idle()
         await manager.pat_reconfigure(degrees[0])
-        await manager.flush_cache(timeout_s=FLUSH_SECONDS)
-        await manager.pat_wait_until_idle()
     finally:
-        manager.pat_send_calibration_turn(over=True)
+        try:  # also of one that failed: nothing was computed of what the cache has
+            await _forget_prompts(manager)
+        finally:
+            manager.pat_send_calibration_turn(over=True)
+
+
+async def _forget_prompts(manager: Any) -> None:
+    answer = await manager.flush_cache(timeout_s=FLUSH_SECONDS)
+    if not answer.success:
+        raise RuntimeError(f"the cache still has made-up prompts: {answer.message or 'it cannot be emptied'}; flush it")
+    await manager.pat_wait_until_idle()
 
 
 async def _decode(manager: Any, requests: int, context: int, room: int, steps: int) -> None:
