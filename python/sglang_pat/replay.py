@@ -185,14 +185,27 @@ def _read(path: Path, take: Callable[[int, str, dict[str, Any]], None]) -> None:
     Raises:
         ValueError: it cannot be read, or ``take`` raises one: one line with the file and the line in it.
     """
-    number = 0
+    number = last = 0
+    cut: ValueError | None = None
     try:
         with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if number > 1 and not line.endswith(b"\n"):
+            for last, line in enumerate(file, 1):
+                if last > 1 and not line.endswith(b"\n"):
                     break  # cut short: the engine was killed
-                event = files.decode(line, dict[str, Any])
+                number = last if cut is None else number
+                try:
+                    event = files.decode(line, dict[str, Any])
+                except files.NotJson as error:
+                    if cut is not None:
+                        raise cut from None
+                    cut = error
+                    continue
+                if cut is not None and event.get("event") != "start":  # else another engine went on with the file
+                    raise cut
+                number, cut = last, None
                 take(number, event.get("event", ""), event)
+            if cut is not None:
+                raise cut
     except OSError as error:
         raise ValueError(f"--log {path}: {error.strerror}; give a decision log") from None
     except ProfileError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import json
 import re
 import tempfile
@@ -129,6 +130,33 @@ def test_the_last_step_is_drawn(tmp_path, profile_file, capsys, monkeypatch):
     log.write_text(START)
     assert replay.main(["--log", str(log), "--picture", str(path)]) == 2
     assert "no request" in capsys.readouterr().err
+
+
+def test_an_engine_goes_on_with_the_log_of_one_that_was_killed(tmp_path, profile_file, capsys):
+    log = tmp_path / "decisions.jsonl"
+    decisions = write_log(log, profile_file)
+    whole = log.read_text()
+    for cut in (whole[:-30], whole[:30]):
+        log.write_text(cut)
+        EventLog(str(log)).write("start", policy="off", switch_at=8, profile=None, max_running=None)
+        with log.open("a") as file:
+            file.write(whole)
+        assert replay.main(["--log", str(log)]) == 0
+        assert f"{decisions + (decisions if cut != whole[:30] else 0)} decisions" in capsys.readouterr().out
+    log.write_text(whole[:-30] + "\n" + whole.splitlines()[-1] + "\n")
+    assert replay.main(["--log", str(log)]) == 2
+    assert f"line {len(whole.splitlines())}: not JSON" in capsys.readouterr().err
+
+
+def test_a_disk_that_takes_a_part_of_an_event_gets_the_rest(tmp_path):
+    class Part(io.FileIO):
+        def write(self, data) -> int:
+            return super().write(data[:7])
+
+    log = EventLog(str(tmp_path / "log"))
+    log._file = Part(tmp_path / "log", "a")
+    log.write("counting")
+    assert (tmp_path / "log").read_bytes() == encode_event("counting")
 
 
 def test_a_log_that_was_changed_is_noticed(tmp_path, profile_file, capsys):

@@ -8,13 +8,15 @@ Events in the order in which the coordinator saw them:
     {"event": "decision", "snapshot": {…}, "decision": {…}}
     {"event": "step", …}: of whoever trains, it ended here; fields of :class:`~sglang_pat.figures.Figures`
 
-A time of minus infinity (never) is null.  Logs are read by ``sglang_pat.replay``.
+A time of minus infinity (never) is null.  A line that is cut short, before a start, is of an engine that was killed:
+the next one has gone on with its file.  Logs are read by ``sglang_pat.replay``.
 """
 
 from __future__ import annotations
 
 import io
 import logging
+import os
 from typing import Any
 
 import msgspec
@@ -31,12 +33,18 @@ class EventLog:
         self._path = path
         self._file: io.FileIO | None = open(path, "ab", buffering=0)
         self._quiet = False
+        if _is_cut_short(path):
+            self._write(b"\n")
 
     def write(self, kind: str, **fields: Any) -> None:
-        if self._file is None:
-            return
+        if self._file is not None:
+            self._write(encode_event(kind, **fields))
+
+    def _write(self, data: bytes) -> None:
+        assert self._file is not None
         try:
-            self._file.write(encode_event(kind, **fields))
+            while data:  # a disk that becomes full takes a part of it first
+                data = data[self._file.write(data) :]
         except OSError as error:
             logger.error("--pat-log %s: %s; nothing more is written to it", self._path, error.strerror)
             self._file.close()
@@ -48,6 +56,15 @@ class EventLog:
         if not (quiet and self._quiet):
             self.write("decision", snapshot=snapshot, decision=decision)
         self._quiet = quiet
+
+
+def _is_cut_short(path: str) -> bool:
+    """Whether a file's last line has no end, as where an engine was killed in the middle of it."""
+    if not os.path.isfile(path) or not os.path.getsize(path):
+        return False
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def encode_event(kind: str, **fields: Any) -> bytes:
