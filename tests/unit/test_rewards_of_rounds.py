@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
+from contextlib import aclosing
 from typing import Any
 
 import numpy as np
@@ -130,6 +132,30 @@ async def test_draws_that_are_thrown_away_are_not_waited_for():
     judging.open.set()
     *groups, _ = await list_events(round_)
     assert rewards(groups) == [[30.0, 30.0]] and judging.cancelled == [1]
+
+
+async def test_rewards_of_a_draw_that_the_last_response_rejects_are_cancelled():
+    """Draw 2 is whole before draw 1 turns out to be too short, with which the round ends."""
+    rules: Any = dict(unbiased=True, num_prompts=1, num_responses=4, eta_prompts=2.0)
+    mine, engine, opened = admitter(10, 30, **rules), Uneven({}), threading.Event()
+    await list_events(begin(mine, engine, lambda response: 1.0))
+    mine.state.waiting[0].floors = [20, 20, 20, 2]
+    lengths = [1] * 4 + [18, 10, 11, 1] + [3, 3, 3, 5]
+    engine.lengths = {(30, number): length for number, length in enumerate(lengths)}
+
+    def reward(response: Response) -> float:
+        if response.sample.number in (5, 6):
+            opened.wait()
+        return 1.0
+
+    round_ = begin(mine, engine, reward, version=1)
+    async with aclosing(aiter(round_)) as events:
+        group = await anext(events)
+        await round_.wait()
+        for _ in range(10):  # whoever trains is not quick
+            await asyncio.sleep(0)
+        opened.set()
+        assert sorted(group.chosen) == [8, 9, 10, 11] and isinstance(await anext(events), Summary)
 
 
 async def test_a_verdict_is_asked_for_with_the_rewards():

@@ -71,6 +71,7 @@ class Rewards:
 
         Raises CancelledError: nobody wants them any more.
         """
+        self.keep_only(group.key, group.chosen)
         kept = [sample for sample in group.list_kept() if sample.reward is None]
         for sample in kept:
             if sample.number not in self._tasks.get(group.key, {}):  # of an earlier round, whose end cancelled it
@@ -101,7 +102,7 @@ class Rewards:
         """Wait until every group of the batch is delivered, or nobody wants it any more."""
         if self._deliveries:
             await asyncio.wait(self._deliveries.values())
-        self._calls.stop()
+        self.stop()  # of draws that the last response has rejected: nobody is to hear of them any more
 
     def stop(self) -> None:
         """Stop all rewards: nobody wants any of them any more, nor waits for them."""
