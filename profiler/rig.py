@@ -16,6 +16,10 @@ FLUSH_SECONDS = 60.0
 """Longest wait for an engine whose requests are all answered to empty its cache."""
 
 
+class NoSwitch(RuntimeError):
+    """The engine did not switch: aborted, or not now."""
+
+
 class Rig:
     """One adaptive engine with policy ``manual``.
 
@@ -119,9 +123,12 @@ class Rig:
     # -- layouts ----------------------------------------------------------------------------------------
 
     async def reconfigure(self, tp: int) -> dict[str, Any]:
-        """Switch; returns the record, empty if nothing was to be done."""
+        """Switch; returns the record, empty if nothing was to be done.  Raises NoSwitch."""
         if tp == self.tp:
             return {}
-        record = await self.engine.async_reconfigure(tp)
+        try:
+            record = await self.engine.async_reconfigure(tp)
+        except RuntimeError as error:
+            raise NoSwitch(f"no switch to tp{tp}: {error}") from error
         self.tp = tp
         return record

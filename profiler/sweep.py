@@ -22,7 +22,7 @@ from profiler import grid as grids
 from profiler import launch, measure
 from profiler.grid import LEAST_STEPS, STEPS, Grid, Limits, Point, list_points, list_required_points
 from profiler.measure import NotMeasured, TooSlow
-from profiler.rig import Rig
+from profiler.rig import NoSwitch, Rig
 from profiler.store import Store, check_asked, check_same, load_existing
 from profiler.windows import WINDOWS
 from sglang_pat.predict.cost import build_predictors
@@ -235,8 +235,8 @@ class Sweep:
             first = next((p for p in self._points if (p.kind, p.tp) == ("decode", layout.tp)), None)
             if first is not None:
                 self.what = f"warming up {layout}"
-                await self._rig.reconfigure(layout.tp)
-                with suppress(NotMeasured):
+                with suppress(NotMeasured, NoSwitch):
+                    await self._rig.reconfigure(layout.tp)
                     await measure.decode(self._rig, first, LEAST_STEPS)
 
     async def _measure(self, point: Point, share: float, limit: float) -> None:
@@ -244,11 +244,11 @@ class Sweep:
         again = point in self.store.list_done()
         try:
             measured = await self._one(point, share, limit)
-        except NotMeasured as error:
+        except (NotMeasured, NoSwitch) as error:
             if isinstance(error, TooSlow):
                 self._slow.append(point)
             if not again:
-                self.notes.append(str(error))
+                self.notes.append(str(error) if isinstance(error, NotMeasured) else f"{point}: {error}")
             return
         self.store.add(measured, self.spent)
         self.done += not again

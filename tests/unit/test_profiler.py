@@ -159,12 +159,12 @@ def test_the_median_over_all_visits_counts(tmp_path):
 # -- a whole sweep, on a stand-in for the engine ------------------------------------------------------
 
 
-def run_sweep(monkeypatch, tmp_path, seconds=0.01, budget=600.0, off=-3, slow=lambda point: False):
+def run_sweep(monkeypatch, tmp_path, seconds=0.01, budget=600.0, off=-3, slow=lambda point: False, refused=()):
     """A sweep, its store, and the points that were tried.
 
     Args:
         seconds: that a point takes; ``off``: tokens by which requests differ from what was asked; ``slow``: points that
-            take longer than they may.
+            take longer than they may; ``refused``: degrees that the engine does not go to.
     """
     tried, now = [], [100.0]
 
@@ -186,8 +186,9 @@ def run_sweep(monkeypatch, tmp_path, seconds=0.01, budget=600.0, off=-3, slow=la
             raise NotMeasured("warming up")
         return await one(rig, point, limit)
 
-    async def reconfigure(tp):
-        pass
+    async def switch(tp):
+        if tp in refused:
+            raise RuntimeError("rank 1: no memory")
 
     monkeypatch.setattr(measure, "decode", decoded)
     monkeypatch.setattr(measure, "measure_prefill", one)
@@ -198,7 +199,8 @@ def run_sweep(monkeypatch, tmp_path, seconds=0.01, budget=600.0, off=-3, slow=la
     limits = Limits(layouts=(ParallelLayout(1, 2), ParallelLayout(2, 1)), kv_tokens={1: 8192, 2: 16384},
                     max_running=64, max_length=4096)  # fmt: skip
     speaker = SimpleNamespace(show_progress=lambda line: nullcontext())
-    made = sweep.Sweep(SimpleNamespace(reconfigure=reconfigure), kept, limits, budget, speaker, now[0])
+    rig = Rig(SimpleNamespace(tokenizer_manager=SimpleNamespace(model_config=None), async_reconfigure=switch), 1.0)
+    made = sweep.Sweep(rig, kept, limits, budget, speaker, now[0])
     asyncio.run(made.run())
     return made, kept, tried
 
@@ -233,6 +235,13 @@ def test_what_was_not_the_point_asked_for_is_not_kept(monkeypatch, tmp_path):
     made, kept, _ = run_sweep(monkeypatch, tmp_path, off=-1000)
     assert kept.profile.decode == () and kept.profile.machine["failed"] == 10
     assert "its requests had 0 tokens" in made.notes[-1]
+
+
+def test_a_switch_that_is_aborted_does_not_end_the_sweep(monkeypatch, tmp_path):
+    """A sweep that goes on comes to the same switch again."""
+    made, kept, _ = run_sweep(monkeypatch, tmp_path, refused=[2])
+    assert {point.tp for point in kept.profile.decode} == {1} and kept.profile.prefill
+    assert any(note.endswith("no switch to tp2: rank 1: no memory") for note in made.notes)
 
 
 # -- windows ------------------------------------------------------------------------------------------
