@@ -19,6 +19,8 @@ SLACK = 6
 """Decode steps by which requests of one batch may start apart."""
 SWITCH_ANSWER = 256
 """Tokens that a request may decode while switches are measured with it, and so the least distance of their contexts."""
+SWITCH_ROUNDS = 3
+"""Number of times that switches go there and back with the same requests."""
 LEAST_CONTEXT, LEAST_GAP = 48, 16
 """Tokens: shortest context (the steps must fit below it), and the least distance of two."""
 
@@ -177,9 +179,13 @@ def list_points(grid: Grid, limits: Limits) -> list[Point]:
     """
     rounds = range(max(map(len, grid.as_lists().values())))
     points = [point for number in rounds for point in _round(grid, limits, number)]
-    for kind in ("decode", "prefill", "switch"):
-        if (count := sum(point.kind == kind for point in points)) > MOST_POINTS:
-            raise UsageError(f"--grid: {count} {kind} points, a profile has at most {MOST_POINTS}; give fewer numbers")
+    for kind, most in (
+        ("decode", MOST_POINTS),
+        ("prefill", MOST_POINTS),
+        ("switch", MOST_POINTS // (2 * SWITCH_ROUNDS)),
+    ):
+        if (count := sum(point.kind == kind for point in points)) > most:
+            raise UsageError(f"--grid: {count} {kind} points, a profile has at most {most}; give fewer numbers")
     return points
 
 

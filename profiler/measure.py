@@ -9,7 +9,7 @@ import time
 from statistics import median
 from typing import Any
 
-from profiler.grid import SLACK, STEPS, SWITCH_ANSWER, WARM_UP, Point
+from profiler.grid import SLACK, STEPS, SWITCH_ANSWER, SWITCH_ROUNDS, WARM_UP, Point
 from profiler.rig import Rig
 from profiler.windows import decode_windows, measure_prefill_seconds
 from sglang_pat.predict.profile import DecodePoint, PrefillPoint, SwitchSample
@@ -20,8 +20,6 @@ FILLER_STEPS = 12
 """Decode steps of the requests that keep the other replicas' places while one is filled."""
 PREFILLS, QUICK_SECONDS = 3, 1.0
 """Most repeats of a prefill, and the seconds that its runs must have taken together for it to end sooner."""
-SWITCH_ROUNDS = 3
-"""Number of times that switches go there and back with the same requests."""
 
 
 class NotMeasured(RuntimeError):

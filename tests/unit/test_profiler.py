@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import random
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ import pytest
 
 from profiler import grid as grids
 from profiler import measure, report, sweep, validate
-from profiler.grid import Grid, Limits, Point, list_points, list_required_points
+from profiler.grid import SWITCH_ROUNDS, Grid, Limits, Point, list_points, list_required_points
 from profiler.measure import NotMeasured, TooSlow
 from profiler.rig import Rig
 from profiler.store import Store, check_asked, check_same, load_existing
@@ -90,6 +91,13 @@ def test_no_more_points_than_a_profile_may_have():
     roomy = Limits(layouts=LAYOUTS, kv_tokens=dict.fromkeys((1, 2, 4), 1 << 20), max_running=48, max_length=4096)
     with pytest.raises(UsageError, match=f"decode points, a profile has at most {MOST_POINTS}"):
         list_points(many, roomy)
+    switches = Grid(
+        batch=(1,), context=(64,), switch_requests=tuple(range(1, 37)), switch_context=(128, 512, 1024, 2048)
+    )
+    count = sum(point.kind == "switch" for point in list_points(switches, roomy))
+    assert 2 * SWITCH_ROUNDS * count <= MOST_POINTS, "each is measured there and back, several times"
+    with pytest.raises(UsageError, match="switch points, a profile has at most"):
+        list_points(dataclasses.replace(switches, switch_requests=tuple(range(1, 64))), roomy)
 
 
 def test_budget_is_read():
