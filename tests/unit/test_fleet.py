@@ -145,7 +145,7 @@ def test_a_server_that_had_not_got_a_sample_did_not_die_of_it(had):
         async with serve(server) as url, RolloutClient(url)._connect() as backend:
             work = asyncio.ensure_future(backend.generate("r-0-0-0-0", {"input_ids": [0]}, {"max_new_tokens": 5}))
             await asyncio.sleep(0)
-            while had and not server.running:
+            while had and not backend._calls["r-0-0-0-0"].had:
                 await asyncio.sleep(0.001)
             backend.lose(ConnectionError("gone"))
             with pytest.raises(http.EngineLost, match="gone") as caught:
@@ -153,6 +153,14 @@ def test_a_server_that_had_not_got_a_sample_did_not_die_of_it(had):
             assert caught.value.had == had
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+async def test_a_server_that_cannot_be_reached_did_not_die_of_a_sample():
+    """Two servers that are gone at once, with their node, cost no round."""
+    async with RolloutClient("http://127.0.0.1:1")._connect() as backend:
+        with pytest.raises(http.EngineLost, match="cannot be reached") as caught:
+            await backend.generate("r-0-0-0-0", {"input_ids": [0]}, {"max_new_tokens": 5})
+        assert not caught.value.had
 
 
 def test_a_server_answers_again(monkeypatch, caplog):

@@ -40,7 +40,8 @@ LOST_SECONDS = 120.0
 
 
 class EngineLost(ConnectionError):
-    """A server is gone, or does not answer; ``had``: whether it had the sample; ``output``: what it had sent of it."""
+    """A server is gone, or does not answer; ``had``: whether it had the sample, and may have died of it; ``output``:
+    what it had sent of it."""
 
     def __init__(self, message: str, had: bool, output: Output) -> None:
         super().__init__(message)
@@ -67,7 +68,7 @@ class _SampleCall:
     Attributes:
         answer: SGLang's; None: aborted before it went out.  ``limit``: when it is lost.
         so_far: the last answer that was not whole.
-        sent: whether it went out.
+        sent: whether it went out; ``had``: whether the server has begun to answer.
     """
 
     so_far: dict[str, Any] | None = None
@@ -76,7 +77,7 @@ class _SampleCall:
         self.prompt, self.params = prompt, params
         self.answer: asyncio.Future[dict[str, Any] | None] = asyncio.get_running_loop().create_future()
         self.limit = asyncio.timeout(None)
-        self.sent = False
+        self.sent = self.had = False
 
     def expire(self, seconds: float) -> None:
         """Lose the call if no answer comes within ``seconds``, unless it is lost sooner."""
@@ -231,6 +232,8 @@ class HttpBackend:
             async with request as answer:
                 if answer.status != 200:
                     raise ValueError(format_refusal(self._url, answer.status, await answer.read()))
+                for call in calls.values():
+                    call.had = True
                 async for line in answer.content:
                     if not line.startswith(b"data: {"):
                         continue
@@ -247,7 +250,7 @@ class HttpBackend:
 
     def _make_lost_error(self, call: _SampleCall, message: str) -> EngineLost:
         known = make_output(call.so_far, call.params, self._stop_tokens) if call.so_far is not None else Output()
-        return EngineLost(message, call.sent, known)
+        return EngineLost(message, call.had, known)
 
     def _make_gone_error(self, error: Exception) -> ConnectionError:
         return ConnectionError(f"{self._url} is gone, or cannot be reached: {error or type(error).__name__}")
