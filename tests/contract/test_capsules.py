@@ -13,13 +13,16 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from sglang.srt.managers import schedule_batch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.mem_cache import common
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_pat.host import adapter
+from sglang_pat.host import adapter, kv
 from sglang_pat.host.requests import LOGPROBS
 from sglang_pat.rank import degrees, speculation
 from sglang_pat.switch import requests
@@ -158,6 +161,14 @@ def test_a_request_costs_a_pause_the_same_with_any_number_of_tokens():
     assert few == many and few[-1] == 10
 
 
+def make_rank(tree: RadixCache, pool: TokenToKVPoolAllocator, strips: bool = False) -> SimpleNamespace:
+    """A scheduler with this tree and pool; ``strips``: its ``--strip-thinking-cache``."""
+    return SimpleNamespace(
+        tree_cache=tree, token_to_kv_pool_allocator=pool, device="cpu", layouts=SimpleNamespace(device="cpu"),
+        server_args=SimpleNamespace(strip_thinking_cache=strips),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_what_a_switch_brings_is_found_in_the_tree(seed):
     """Requests of two groups, some with a common prefix: each finds its KV there, and no slot is lost.  What decodes
@@ -165,10 +176,7 @@ def test_what_a_switch_brings_is_found_in_the_tree(seed):
     rng = random.Random(seed)
     pool = TokenToKVPoolAllocator(400, torch.float32, "cpu", None, False)
     tree = RadixCache.create_simulated(mock_allocator=pool)
-    rank = SimpleNamespace(
-        tree_cache=tree, token_to_kv_pool_allocator=pool, device="cpu", layouts=SimpleNamespace(device="cpu")
-    )
-    slots = _Slots(rank, np.arange(401))
+    slots = _Slots(make_rank(tree, pool), np.arange(401))
     content = torch.zeros(401, dtype=torch.int64)
     entered, decoding = [], []
     for group in range(2):
@@ -203,6 +211,31 @@ def test_what_a_switch_brings_is_found_in_the_tree(seed):
     for req in decoding:
         tree.dec_lock_ref(req.last_node) if OLD else tree.unlock(req.lock)
     assert tree.total_size() == tree.evictable_size(), "what decodes may take its room"
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_what_sglang_strips_off_the_cache_is_not_in_the_tree(monkeypatch, decodes):
+    """SGLang frees all slots after the prompt at the end of a request that has reasoned, whoever has them."""
+    bag = SimpleNamespace(strip_thinking_cache=True, page_size=1, speculative_algorithm=None)
+    for module in (schedule_batch, common):
+        for name in ("get_global_server_args", "get_serving", "get_spec"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda: bag)
+    pool = TokenToKVPoolAllocator(40, torch.float32, "cpu", None, False)
+    tree = RadixCache.create_simulated(mock_allocator=pool)
+    rank = make_rank(tree, pool, strips=True)
+    rank.req_to_token_pool = tree.req_to_token_pool = ReqToTokenPool(4, 40, "cpu", False)
+    req = request(prompt=(5, 6, 7))
+    req.output_ids, req.reasoning_tokens = adapter.requests.make_tokens([11, 12, 13]), 3
+    slots = _Slots(rank, np.arange(41))
+    row = slots.enter(req, pool.alloc(5).numpy(), 0, decodes)
+    slots.upload()
+    assert tree.total_size() == 3, "the prompt"
+    if decodes:
+        kv.write_rows(rank, [req], [row])
+        req.finished_reason = FINISH_LENGTH(3)
+        common.release_kv_cache(req, tree, **({"is_insert": True} if OLD else {"checkpoint": True}))
+    assert pool.available_size() + tree.total_size() == 40 and tree.evictable_size() == 3
 
 
 def path(node) -> list:

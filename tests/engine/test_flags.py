@@ -102,7 +102,9 @@ def bundle(servers, llama, folder, ports, checksums) -> Server:
 
 def test_bundle_gives_the_same_tokens(bundle):
     want = tokens(bundle.generate(WORK))
-    assert tokens(through(bundle, [one | {"return_hidden_states": True} for one in WORK], UP)[0]) == want
+    asked = {"return_hidden_states": True, "require_reasoning": True}
+    assert tokens(through(bundle, [one | asked for one in WORK], UP)[0]) == want
+    assert tokens(bundle.generate(WORK)) == want, "no slot of the tree is another's"
 
 
 def test_bundle_streams_in_pieces(bundle):

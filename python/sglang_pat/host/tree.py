@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign
 from sglang_pat.host.contract import SglangScheduler
-from sglang_pat.host.requests import get_tokens
+from sglang_pat.host.requests import count_prompt, count_tokens, get_tokens
 
 
 def keeps_kv(scheduler: SglangScheduler) -> bool:
@@ -33,6 +33,15 @@ def find_kv(scheduler: SglangScheduler, req: Req) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64)
     tree, key = scheduler.tree_cache, adapter.tree.make_key(req, get_tokens(req)[:-1])
     return adapter.tree.read_slots(tree, tree.match_prefix(MatchPrefixParams(key=key)))
+
+
+def count_kept(scheduler: SglangScheduler, req: Req) -> int:
+    """Number of first tokens of ``req`` that the tree may have.
+
+    With ``--strip-thinking-cache`` SGLang frees all after the prompt at the end of a request that has reasoned, whoever
+    has it.
+    """
+    return count_prompt(req) if scheduler.server_args.strip_thinking_cache else count_tokens(req)
 
 
 def leave_kv(scheduler: SglangScheduler, req: Req, slots: np.ndarray) -> tuple[int, np.ndarray, Any]:

@@ -70,19 +70,22 @@ class _Slots:
         """Enter the tokens of ``req``; returns their slots.
 
         What waits leaves its KV in the tree, where it is found again; it may be evicted there if those that decode
-        need the room, like all that the tree keeps.
+        need the room, like all that the tree keeps.  What the tree may not have, only those that decode keep.
 
         Args:
             row: the slots of ``req`` in the plan, the first ``shared`` of which a request has that was entered before.
         """
         slots, node, protected = self._now[row], self._root, shared
         if self._keeps:
-            brought, protected = slots, len(row)
-            known, slots, node = tree.leave_kv(self._scheduler, req, brought)
+            brought, protected = slots, min(len(row), max(shared, tree.count_kept(self._scheduler, req)))
+            known, kept, node = tree.leave_kv(self._scheduler, req, brought[:protected])
             self._freed.append(brought[shared:known])
+            slots = np.concatenate([kept, brought[protected:]])
             self._now[row] = slots
         if decodes:
             tree.hold_kv(self._scheduler, req, node, protected)
+        else:
+            self._freed.append(slots[protected:])
         return slots
 
     def upload(self) -> None:
