@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.managers import schedule_batch
+from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache import common
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
@@ -23,6 +24,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pat.host import adapter, kv
+from sglang_pat.host import tree as host_tree
 from sglang_pat.host.requests import LOGPROBS
 from sglang_pat.rank import degrees, speculation
 from sglang_pat.switch import requests
@@ -236,6 +238,24 @@ def test_what_sglang_strips_off_the_cache_is_not_in_the_tree(monkeypatch, decode
         req.finished_reason = FINISH_LENGTH(3)
         common.release_kv_cache(req, tree, **({"is_insert": True} if OLD else {"checkpoint": True}))
     assert pool.available_size() + tree.total_size() == 40 and tree.evictable_size() == 3
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_kv_of_given_embeddings_is_not_in_the_tree(decodes):
+    """Others with the same tokens would find it."""
+    pool = TokenToKVPoolAllocator(40, torch.float32, "cpu", None, False)
+    tree = RadixCache.create_simulated(mock_allocator=pool)
+    rank = make_rank(tree, pool)
+    req, other = request(positional_embed_overrides=PositionalEmbeds([torch.ones(4)], [1])), request()
+    for each in (other, req):
+        each.output_ids = adapter.requests.make_tokens([11, 12])
+    slots = _Slots(rank, np.arange(41))
+    row = slots.enter(req, pool.alloc(4).numpy(), 0, decodes)
+    slots.upload()
+    assert tree.total_size() == 0 and pool.available_size() == 40 - 4 * decodes
+    assert row.tolist() == [1, 2, 3, 4]
+    slots.enter(other, pool.alloc(4).numpy(), 0, decodes=False)
+    assert len(host_tree.find_kv(rank, other)) == 4 and not len(host_tree.find_kv(rank, req))
 
 
 def path(node) -> list:

@@ -27,7 +27,8 @@ def request(rid: str, output: list[int], place: int | None = None) -> SimpleName
     held = len(PROMPT) + len(output) - 1
     made = SimpleNamespace(
         rid=rid, origin_input_ids=PROMPT, output_ids=output, extra_key=None, req_pool_idx=place, kv_committed_len=held,
-        extend_batch_idx=1 if output else 0, cache_salt=None,
+        extend_batch_idx=1 if output else 0, cache_salt=None, positional_embed_overrides=None,
+        seqlen=len(PROMPT) + len(output),
     )  # fmt: skip
     made.kv = made  # where 0.5.23 has its KV
     return made
@@ -40,7 +41,7 @@ def scheduler(decoding: list, waiting: list, tree: RadixCache, paused: bool = Fa
     return SimpleNamespace(
         tree_cache=tree, running_batch=SimpleNamespace(reqs=decoding), waiting_queue=waiting, chunked_req=None,
         grammar_manager=SimpleNamespace(grammar_queue=[]), req_to_token_pool=SimpleNamespace(req_to_token=table),
-        device="cpu", _paused_by_client=paused,
+        device="cpu", _paused_by_client=paused, server_args=SimpleNamespace(strip_thinking_cache=False),
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ def get_root(scheduler: SglangScheduler) -> Any | None:
 
 def find_kv(scheduler: SglangScheduler, req: Req) -> torch.Tensor:
     """Slots of the first tokens of ``req`` that the tree has, but for the last token, ``[tokens]``."""
-    if not keeps_kv(scheduler):
+    if not keeps_kv(scheduler) or not count_kept(scheduler, req):
         return torch.empty(0, dtype=torch.int64)
     tree, key = scheduler.tree_cache, adapter.tree.make_key(req, get_tokens(req)[:-1])
     return adapter.tree.read_slots(tree, tree.match_prefix(MatchPrefixParams(key=key)))
@@ -38,9 +38,11 @@ def find_kv(scheduler: SglangScheduler, req: Req) -> torch.Tensor:
 def count_kept(scheduler: SglangScheduler, req: Req) -> int:
     """Number of first tokens of ``req`` that the tree may have.
 
-    With ``--strip-thinking-cache`` SGLang frees all after the prompt at the end of a request that has reasoned, whoever
-    has it.
+    None where the tokens do not say all (``positional_embed_overrides``).  With ``--strip-thinking-cache`` SGLang frees
+    all after the prompt at the end of a request that has reasoned, whoever has it.
     """
+    if req.positional_embed_overrides is not None:
+        return 0
     return count_prompt(req) if scheduler.server_args.strip_thinking_cache else count_tokens(req)
 
 

@@ -76,11 +76,11 @@ class _Slots:
             row: the slots of ``req`` in the plan, the first ``shared`` of which a request has that was entered before.
         """
         slots, node, protected = self._now[row], self._root, shared
-        if self._keeps:
-            brought, protected = slots, min(len(row), max(shared, tree.count_kept(self._scheduler, req)))
-            known, kept, node = tree.leave_kv(self._scheduler, req, brought[:protected])
+        if self._keeps and (kept := tree.count_kept(self._scheduler, req)):
+            brought, protected = slots, min(len(row), max(shared, kept))
+            known, found, node = tree.leave_kv(self._scheduler, req, brought[:protected])
             self._freed.append(brought[shared:known])
-            slots = np.concatenate([kept, brought[protected:]])
+            slots = np.concatenate([found, brought[protected:]])
             self._now[row] = slots
         if decodes:
             tree.hold_kv(self._scheduler, req, node, protected)
