@@ -147,3 +147,38 @@ def test_who_waits_keeps_its_routed_experts(monkeypatch):
     assert reqs[0].routed_experts.tolist() == [[[12, 13]], [[14, 15]]]
     assert reqs[1].routed_experts.tolist() == [[[2, 3]], [[4, 5]]] and reqs[1].routed_experts.dtype == torch.int32
     assert reqs[2].routed_experts is None
+
+
+def append_states_of_old(reqs: list, states: torch.Tensor, lengths: list[int]) -> None:
+    from sglang_pat.host.v0_5_12.outputs import OwnRows
+
+    rows = OwnRows(states, SimpleNamespace(reqs=reqs), lengths)
+    for req in reqs:
+        req.hidden_states.append(rows[:].tolist())
+
+
+def append_states_of_new(reqs: list, states: torch.Tensor, lengths: list[int]) -> None:
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+
+    from sglang_pat.host.v0_5_23.mended_scheduler import MendedResultProcessor
+
+    made, at = MendedResultProcessor.__new__(MendedResultProcessor), 0
+    for req, length in zip(reqs, lengths, strict=True):
+        at = made._append_prefill_hidden_states(
+            req=req, logits_output=SimpleNamespace(hidden_states=states), hidden_state_offset=at,
+            capture_hidden_mode=CaptureHiddenMode.FULL, extend_input_len=length,
+        )  # fmt: skip
+
+
+def test_hidden_states_of_tokens_that_are_computed_again_are_not_told_again():
+    """A client gets those of the prompt, and of each token."""
+    reqs = [
+        SimpleNamespace(
+            output_ids=output, hidden_states=[], return_hidden_states=True, finished=lambda: False, is_retracted=False,
+            is_chunked=0,
+        )
+        for output in ([], [11, 12])
+    ]  # fmt: skip
+    append = append_states_of_old if adapter.FOLDER == "v0_5_12" else append_states_of_new
+    append(reqs, torch.arange(10.0).view(5, 2), [2, 3])
+    assert [req.hidden_states for req in reqs] == [[[[0, 1], [2, 3]]], [[8, 9]]]

@@ -107,9 +107,9 @@ def check(server: Server, request: Body, mine: dict[str, Any], theirs: dict[str,
     }
     assert lengths(meta) == lengths(wanted)
     check_logprobs(meta, wanted)
-    for ours, other in zip(meta.get("hidden_states", ()), wanted.get("hidden_states", ()), strict=True):
+    for at, both in enumerate(zip(meta.get("hidden_states", ()), wanted.get("hidden_states", ()), strict=True)):
         # Of a prompt that was computed in pieces, or partly found in the tree, there are the rows of the rest.
-        ours, other = (rows[-1] if isinstance(rows[0], list) else rows for rows in (ours, other))
+        ours, other = (rows if at else rows[-1] for rows in both)
         assert ours == pytest.approx(other, abs=LOGPROB_ERROR)
 
 

@@ -15,6 +15,7 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqOutput,
 )
 from sglang.srt.managers.schedule_batch import NextBatchPlan, Req, ScheduleBatch
+from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
@@ -51,6 +52,35 @@ class MendedOutputStreamer(SchedulerOutputStreamer):
         self.scheduler.record_outputs(reqs)
         drop_scores_without_tokens(reqs)
         super().stream_output(reqs, return_logprob, skip_req)
+
+
+class MendedResultProcessor(SchedulerBatchResultProcessor):
+    """SGLang's component that accounts for the results of steps, mended (docs/upstream/hidden_states.md)."""
+
+    def _append_prefill_hidden_states(
+        self,
+        *,
+        req: Req,
+        logits_output: Any,
+        hidden_state_offset: int,
+        capture_hidden_mode: Any,
+        extend_input_len: int,
+        store: bool = True,
+    ) -> int:
+        """Append a request's states as SGLang does; of one that has tokens already, and computes its KV again, the
+        last ones."""
+        again = store and bool(req.output_ids) and req.return_hidden_states is True and capture_hidden_mode.is_full()
+        end = super()._append_prefill_hidden_states(
+            req=req,
+            logits_output=logits_output,
+            hidden_state_offset=hidden_state_offset,
+            capture_hidden_mode=capture_hidden_mode,
+            extend_input_len=extend_input_len,
+            store=store and not again,
+        )
+        if again:
+            req.hidden_states.append(logits_output.hidden_states[end - 1].cpu().tolist())
+        return end
 
 
 class MendedWeightUpdater(SchedulerWeightUpdaterManager):
@@ -107,6 +137,10 @@ class MendedScheduler(PartlyMendedScheduler):
         super().init_output_streamer()
         assert isinstance(self.output_streamer, MendedOutputStreamer), "this is the class given"
         self.output_streamer.scheduler = self
+
+    def init_batch_result_processor(self) -> None:
+        super().init_batch_result_processor()
+        self.batch_result_processor = remake(self.batch_result_processor, MendedResultProcessor)
 
     def init_weight_updater(self) -> None:
         super().init_weight_updater()
