@@ -284,6 +284,14 @@ def test_which_degree_generated_which_tokens():
     assert other.pat_degrees == ((0, 2), (3, 4), (4, 1))
 
 
+def test_who_was_retracted_takes_its_routed_experts_along():
+    """An abort tells them to the client before it has KV again."""
+    req, experts = request(), torch.arange(6).view(3, 1, 2)
+    assert move_request(req).pat_experts is None
+    req.pat_experts = experts
+    assert torch.equal(move_request(req).pat_experts, experts)
+
+
 @pytest.mark.parametrize("grammar", [None, object()])
 def test_of_an_aborted_request_whether_it_has_a_grammar(grammar):
     """An abort takes a waiting request away, and one that runs keeps its grammar: all ranks of the new group agree."""

@@ -81,6 +81,11 @@ def set_entry_time(req: Req, at: float) -> None:
     assign(req.time_stats, wait_queue_entry_time=at)
 
 
+def get_kept_experts(req: Req) -> Any | None:
+    """Routed experts that ``req`` has taken along when it was retracted; None if it has none."""
+    return getattr(req, "pat_experts", None)
+
+
 def is_answer_due(req: Req) -> bool:
     """Whether ``req``, no health probe, has ended and its client has not been told."""
     return req.finished() and not req.finished_output and HEALTH_CHECK_RID_PREFIX not in req.rid

@@ -129,6 +129,7 @@ class Capsule:
         compiling: whether it waits for its grammar; ``constrained``: whether it has one, which may be to come.
         degrees: TP degrees that generated its tokens (``rank/degrees.py``).
         drafts: how many were drafted (``rank/speculation.py``).
+        experts: routed experts of its tokens, if it was retracted and takes them along; else None.
     """
 
     sealed: bytes
@@ -140,6 +141,7 @@ class Capsule:
     constrained: bool
     degrees: Degrees
     drafts: Drafts
+    experts: torch.Tensor | None
 
 
 def pickle_request(req: Req) -> bytes:
@@ -169,6 +171,7 @@ def serialize_request(req: Req) -> Capsule:
         constrained=grammars.get_grammar(req) is not None,
         degrees=req.pat_degrees,
         drafts=req.pat_drafts,
+        experts=host.get_kept_experts(req),
     )
 
 
@@ -181,6 +184,7 @@ def restore_state(req: Req, capsule: Capsule) -> None:
             state[name] = [None] * logprobs.sent + logprobs.entries
     host.write_state(req, capsule.output, state, capsule.times)
     req.pat_degrees, req.pat_drafts = capsule.degrees, capsule.drafts
+    req.pat_experts = capsule.experts
 
 
 def rebuild_request(scheduler: SwitchingScheduler, capsule: Capsule, held_grammar: Any | None = None) -> Req:
