@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.managers import schedule_batch
-from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pat.host import adapter
 from sglang_pat.host.fixes import outputs
+from sglang_pat.host.requests import is_in_pieces
 from sglang_pat.switch import requests
 
 pytestmark = pytest.mark.contract
@@ -115,6 +117,22 @@ def test_in_a_pause_nobody_goes_on():
     leave(tree, retracted, [31, 32, 33, 34, 35, 36])
     found, waiting, rows = requests.split_by_kv(scheduler([], [retracted], tree, paused=True))
     assert (found, rows) == ([], []) and waiting == [retracted]
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_prompt_in_pieces_begins_again_when_all_are_retracted(monkeypatch, mode):
+    """New weights may come, and no logprob of it is of the old ones."""
+    from sglang_pat.host import scheduler as host
+
+    monkeypatch.setattr(host.RankScheduler, "pause_generation", lambda *_: None)
+    rank = host.AdaptiveScheduler.__new__(host.AdaptiveScheduler)
+    waits = Req("waits", "", adapter.requests.make_tokens(PROMPT), SamplingParams(), return_logprob=True)
+    waits.extend_batch_idx, waits.input_token_logprobs, waits.temp_input_top_logprobs_val = 1, [-0.5, -0.25], [[-1.0]]
+    rank.waiting_queue = [waits]
+    rank.pause_generation(SimpleNamespace(mode=mode))
+    kept = None if mode == "retract" else [-0.5, -0.25]
+    assert waits.input_token_logprobs == kept and (waits.temp_input_top_logprobs_val is None) == (kept is None)
+    assert is_in_pieces(waits) == (kept is not None)
 
 
 def test_who_waits_keeps_its_routed_experts(monkeypatch):

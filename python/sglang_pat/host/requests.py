@@ -118,6 +118,12 @@ def drop_piece_logprobs(req: Req) -> None:
     )
 
 
+def begin_prompt_again(req: Req) -> None:
+    """Have the prompt of ``req``, which waits with some pieces of it computed, computed from its beginning."""
+    assign(req, input_token_logprobs=None, extend_batch_idx=0)
+    drop_piece_logprobs(req)
+
+
 @contextmanager
 def keep_piece_logprobs(waiting: Sequence[Req]) -> Iterator[None]:
     """Keep the logprobs of prompts in pieces while SGLang, inside the block, makes a batch of some of ``waiting``.

@@ -21,12 +21,13 @@ from sglang.srt.managers.io_struct import (
     GetInternalStateReqOutput,
     OpenSessionReqInput,
     OpenSessionReqOutput,
+    PauseGenerationReqInput,
     TokenizedGenerateReqInput,
 )
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 from sglang_pat.checks import census, tokens
-from sglang_pat.host import adapter, groups, kv, memory, outputs, seeds, tree, verify
+from sglang_pat.host import adapter, groups, kv, loop, memory, outputs, requests, seeds, tree, verify
 from sglang_pat.host.arguments import AdaptiveServerArgs
 from sglang_pat.host.assign import assigned
 from sglang_pat.host.batches import PROCESSED
@@ -193,6 +194,14 @@ class AdaptiveScheduler(RankScheduler):
         finally:
             self._captured = None
         return req
+
+    def pause_generation(self, recv_req: PauseGenerationReqInput) -> None:
+        super().pause_generation(recv_req)
+        # What runs is retracted, so that all of it is computed by weights that may come.  Prompts in pieces that a
+        # switch has put into the queue have logprobs of the old ones.
+        if recv_req.mode == "retract":
+            for req in filter(requests.is_in_pieces, loop.list_queued(self)):
+                requests.begin_prompt_again(req)
 
     def open_session(self, recv_req: OpenSessionReqInput) -> OpenSessionReqOutput | None:
         logger.warning("--adaptive-tp does not support sessions; refusing to open one")
