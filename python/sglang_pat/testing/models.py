@@ -132,11 +132,14 @@ def make_smollm2(out_dir: str | os.PathLike) -> Path:
     return _write_once(out_dir, {"kind": "smollm2", "heads": smollm2.HEADS}, smollm2.write_smollm2)
 
 
-def make_head(out_dir: str | os.PathLike, *, drafts: Sequence[int] | None = None, seed: int = 0) -> Path:
+def make_head(
+    out_dir: str | os.PathLike, *, drafts: Sequence[int] | None = None, layers: Sequence[int] = (0, 1), seed: int = 0
+) -> Path:
     """Write a random EAGLE-3 head of the default shape of :func:`make_config` and return its folder.
 
     Args:
-        drafts: the tokens that it may draft; all by default.  It looks at what the first two layers make.
+        drafts: the tokens that it may draft; all by default.
+        layers: those whose output it looks at.
     """
 
     def write(folder: Path) -> None:
@@ -151,7 +154,7 @@ def make_head(out_dir: str | os.PathLike, *, drafts: Sequence[int] | None = None
         ids = list(drafts or range(about.vocab_size))
         attention = {"q": heads * width, "k": kv_heads * width, "v": kv_heads * width}
         shapes = {f"midlayer.self_attn.{name}_proj.weight": (size, 2 * hidden) for name, size in attention.items()} | {
-            "fc.weight": (hidden, 2 * hidden), "midlayer.self_attn.o_proj.weight": (hidden, heads * width),
+            "fc.weight": (hidden, len(layers) * hidden), "midlayer.self_attn.o_proj.weight": (hidden, heads * width),
             "midlayer.mlp.gate_proj.weight": (inner, hidden), "midlayer.mlp.up_proj.weight": (inner, hidden),
             "midlayer.mlp.down_proj.weight": (hidden, inner), "lm_head.weight": (len(ids), hidden),
         }  # fmt: skip
@@ -164,10 +167,12 @@ def make_head(out_dir: str | os.PathLike, *, drafts: Sequence[int] | None = None
         tensors["d2t"] = torch.tensor(ids) - torch.arange(len(ids))
         save_file(tensors, folder / "model.safetensors")
         named = about.to_dict() | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
-        named |= {"draft_vocab_size": len(ids), "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}
+        named |= {"draft_vocab_size": len(ids), "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
         (folder / "config.json").write_text(json.dumps(named))
 
-    return _write_once(out_dir, {"kind": "head", "seed": seed, "drafts": drafts and list(drafts)}, write)
+    return _write_once(
+        out_dir, {"kind": "head", "seed": seed, "drafts": drafts and list(drafts), "layers": list(layers)}, write
+    )
 
 
 def make_shape(out_dir: str | os.PathLike, name: str) -> Path:
