@@ -264,13 +264,19 @@ class RewardPool:
             self._idle.remove(process)
 
     async def _ask_in_loop(self, arguments: Mapping[str, Any], limit: float) -> _Answer:
-        task = asyncio.ensure_future(self._function(**arguments))
+        task = asyncio.ensure_future(self._call_in_loop(arguments))
         if not await _wait(task, limit):
             return Failure.LATE, f"longer than {limit:g} s"
         if task.cancelled():
             return Failure.RAISED, "CancelledError"
         error = task.exception()
-        return _pack(task.result()) if error is None else (Failure.RAISED, _describe(error))
+        return task.result() if error is None else (Failure.RAISED, _describe(error))
+
+    async def _call_in_loop(self, arguments: Mapping[str, Any]) -> _Answer:
+        try:
+            return _pack(await self._function(**arguments))
+        except (SystemExit, KeyboardInterrupt) as error:  # a task would end the loop with it
+            return Failure.RAISED, _describe(error)
 
     def _read(self, answer: _Answer, asked: float, begun: float) -> Reward:
         waiting, running = begun - asked, time.monotonic() - begun

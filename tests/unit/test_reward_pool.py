@@ -238,15 +238,23 @@ async def ask(how: str, meet: asyncio.Barrier) -> float:
         await asyncio.Event().wait()
     if how == "raise":
         raise Unpicklable("two\nlines", 2)
+    if how == "exit":
+        sys.exit(3)
     return math.nan if how == "nan" else 0.5
 
 
 async def test_coroutine_functions_are_called_in_the_loop_all_at_once():
-    pool, meet = RewardPool(ask, processes=1, limit=0.1, failed_reward=FAILED), asyncio.Barrier(4)
-    hows = ("hang", "raise", "nan", "right")
+    pool, meet = RewardPool(ask, processes=1, limit=0.1, failed_reward=FAILED), asyncio.Barrier(5)
+    hows = ("hang", "raise", "exit", "nan", "right")
     found = await asyncio.gather(*(pool.score({"how": how, "meet": meet}) for how in hows))
-    assert [reward.failure for reward in found] == [Failure.LATE, Failure.RAISED, Failure.INVALID, None]
-    assert [reward.value for reward in found] == [FAILED] * 3 + [0.5]
+    kinds = [Failure.LATE, Failure.RAISED, Failure.RAISED, Failure.INVALID, None]
+    assert [reward.failure for reward in found] == kinds and found[2].reason == "SystemExit: 3"
+    assert [reward.value for reward in found] == [FAILED] * 4 + [0.5]
+
+
+async def test_a_coroutine_function_of_other_arguments_has_raised():
+    found = await RewardPool(ask, processes=1).score({"how": "right"})
+    assert found.failure is Failure.RAISED and found.reason.startswith("TypeError: ")
 
 
 async def test_spawned_processes_import_the_function():
