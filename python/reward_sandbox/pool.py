@@ -233,7 +233,10 @@ class RewardPool:
             self._admit()
 
     async def _ask_a_process(self, call: _Call, payload: bytes, new: bool) -> _Answer:
-        process = self._idle.pop() if self._idle and not new else self._start()
+        try:
+            process = self._idle.pop() if self._idle and not new else self._start()
+        except OSError as error:  # the machine is short of processes, or this one of files
+            return Failure.DIED, f"its process was not started: {_describe(error)}"
         kept = False
         try:
             if not await process.wait_until_ready():
@@ -315,8 +318,13 @@ class _Process:
         self.owner = os.getpid()
         self._socket, theirs = socket.socketpair()
         self._process = context.Process(target=_serve, args=(theirs, *given))
-        self._process.start()
-        theirs.close()
+        try:
+            self._process.start()
+        except OSError:
+            self._socket.close()
+            raise
+        finally:
+            theirs.close()
         self.pid: int = self._process.pid
         self._forget = forget
         self._loop = asyncio.get_running_loop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import math
 import os
 import select
@@ -138,6 +139,17 @@ async def test_a_process_that_does_not_start_is_given_up(pool, monkeypatch):
         patched.setattr(pools, "_serve", lambda *given: threading.Event().wait())
         found = await pool.score({"how": "number"})
     assert found.failure is Failure.DIED and found.reason.endswith("or was not there in 0.1 s")
+    assert (await pool.score({"how": "number"})).value == 0.25
+
+
+async def test_a_machine_without_room_for_a_process_costs_the_sample(pool, monkeypatch):
+    def refuse() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fork", refuse)
+        found = await pool.score({"how": "number"})
+    assert found.failure is Failure.DIED and found.reason.startswith("its process was not started: BlockingIOError")
     assert (await pool.score({"how": "number"})).value == 0.25
 
 
