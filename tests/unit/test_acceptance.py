@@ -88,6 +88,13 @@ def test_refused_in_one_line(gpus, arguments, said, tmp_path, capsys, monkeypatc
     assert not (tmp_path / "out").exists()
 
 
+def test_no_place_for_the_report_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert cli.main(["--device", "cpu", "--out", str(tmp_path / "file" / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --out {tmp_path}/file/out: Not a directory") and error.count("\n") == 1
+
+
 def test_every_step_says_what_it_shows():
     assert all(step.__doc__ and step.__doc__.splitlines()[0].endswith(".") for step in steps.STEPS)
     page = (Path(__file__).parents[2] / "docs/gpu.md").read_text()

@@ -151,12 +151,20 @@ def test_whole_command_with_rounds_given(monkeypatch, capsys, tmp_path):
     assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_no_model_is_one_line(monkeypatch, capsys):
+def test_no_place_for_the_results_is_told_before_the_rounds(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(cases.MAKERS, cases.TINY, lambda: pytest.fail("it begins"))
+    (tmp_path / "file").touch()
+    assert cli.main(["--quick", "--out", str(tmp_path / "file" / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --out {tmp_path}/file/out: Not a directory") and error.count("\n") == 1
+
+
+def test_no_model_is_one_line(monkeypatch, capsys, tmp_path):
     def fail():
         raise FileNotFoundError("no weights")
 
     monkeypatch.setitem(cases.MAKERS, cases.TINY, fail)
-    assert cli.main(["--quick"]) == 1
+    assert cli.main(["--quick", "--out", str(tmp_path)]) == 1
     assert capsys.readouterr().err == "error: the model cannot be made: no weights\n"
 
 

@@ -67,12 +67,13 @@ def run(args: argparse.Namespace, begun: float) -> Report:
     set_environment(quiet=True)
     from sglang_pat.acceptance import steps
     from sglang_pat.acceptance.bench import prepare
+    from sglang_pat.tools.commands import check_output_folder
     from sglang_pat.tools.machine import describe_machine
 
     names = [format_step_name(step) for step in steps.STEPS]
     if unknown := set(args.only or ()) - set(names):
         raise ValueError(f"--only {' '.join(sorted(unknown))}: choose from {', '.join(names)}")
-    args.out.mkdir(parents=True, exist_ok=True)
+    check_output_folder(args.out)
     options = {
         "device": _check_device(device),
         "ranks": ranks,

@@ -19,7 +19,7 @@ from rich.table import Table
 from sglang_pat import files
 from sglang_pat.demo import cases
 from sglang_pat.demo.cases import DemoCase
-from sglang_pat.tools import console
+from sglang_pat.tools import commands, console
 from sglang_pat.tools.console import Speaker
 
 if TYPE_CHECKING:
@@ -57,12 +57,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the demonstration; returns 0, or 1 if something went wrong (argparse: 2 for a bad command line)."""
+    """Run the demonstration; returns 0, 1 if something went wrong, or 2 for a bad command line."""
     args = parse(argv)
     from sglang_pat.demo.contest import DemoError  # late, so that a bad command line is told at once
 
     try:
+        commands.check_output_folder(args.out)  # the rounds take minutes
         return demonstrate(args, console.make())
+    except commands.UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except DemoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -101,7 +105,6 @@ def demonstrate(args: argparse.Namespace, place: Console) -> int:
     content = {"machine": machine, "case": case, "steps": steps, "rounds": result.rounds} | {
         "median_seconds": {name: result.compute_median(name) for name in result.contenders}
     }
-    args.out.mkdir(parents=True, exist_ok=True)
     files.write(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n", args.out / "demo.json")
     footer = (
         f"{described}. {machine['cores']} CPU cores ({machine['cpu']}), rounds in turns: {len(result.rounds)}; {same}"
