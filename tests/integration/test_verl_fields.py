@@ -212,6 +212,22 @@ def test_without_log_probs_of_the_trainer_no_difference_is_told(monkeypatch):
     assert metrics == {"rollout/tokens/tp1": 4, "rollout/tokens/tp8": 1}
 
 
+def test_counts_are_those_of_all_parts_of_a_step():
+    trainer = object.__new__(trainers.AdaptiveSeparateAsync)
+    trainer.config = OmegaConf.create({"data": {"train_batch_size": 4}})
+    trainer.parameter_sync_step, trainer.prepare_step = 2, dict
+    counts = iter([("a", 10, 1), ("b", 30, 2)])
+
+    def train_part(metrics, timing_raw, samples):
+        key, metrics["rollout/tokens/tp2"], metrics["reward/failed_masked"] = next(counts)
+        return SimpleNamespace(keys=[key], tags=[{}], partition_id="train")
+
+    trainer._step_once = train_part
+    metrics = {}
+    trainer.step(metrics, {})
+    assert metrics == {"rollout/tokens/tp2": 40, "reward/failed_masked": 3}
+
+
 def test_responses_whose_engines_died_are_counted_over_all_parts_of_a_step(monkeypatch):
     """Nobody has asked for log-probs of the engine."""
     moves = iter([[{MOVES: [0, 4]}, {}], [{MOVES: [3]}], [{}]])

@@ -26,7 +26,6 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import _accumulate_eviction_metrics
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode, PPOTrainerSeparateAsync
-from verl.trainer.ppo.v1.utils import MetricsAggregator
 from verl.utils import tensordict_utils
 from verl.utils.debug import marked_timer
 from verl.utils.metric import reduce_metrics
@@ -38,7 +37,7 @@ from sglang_pat.integrations.verl.fields import STEPS, expand_runs, was_stopped
 from sglang_pat.integrations.verl.fleet import check_some_live
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
 from sglang_pat.integrations.verl.tail_batching import ChunkedTailBatchingBuffer, NoResponseError
-from sglang_pat.integrations.verl.trainers import AdaptiveTrainer, report_degrees
+from sglang_pat.integrations.verl.trainers import AdaptiveTrainer, StepMetrics, report_degrees
 from sglang_pat.messages import EndRound
 from sglang_pat.policies.course import look_ahead
 from sglang_pat.policies.lending import Move, Training, decide_by_room, make_load
@@ -107,8 +106,7 @@ class StreamStep:
     def run(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
         """Run the step, as verl's ``PPOTrainer.step``: one update of the weights, by chunks of complete groups."""
         trainer, chunks, hidden, exposed = self.trainer, list[KVBatchMeta](), 0.0, 0.0
-        aggregator = MetricsAggregator()
-        (sums := aggregator.aggregation_rules["sum"]).append(missing_rewards.METRIC)
+        aggregator = StepMetrics()
         aggregator.add_step_metrics(trainer.prepare_step())
         trainer.actor_rollout_wg.begin_step()
         while self.left:
@@ -128,7 +126,6 @@ class StreamStep:
             exposed += ended - self._lacked_at
             chunks.append(chunk)
             self.gpus.note_chunk(chunk, ended - began, ranks)
-            sums += [name for name in chunk_metrics if name.startswith("rollout/tokens/")]
             aggregator.add_step_metrics(chunk_metrics, sample_count=len(chunk))
         if not chunks:
             raise NoResponseError(self.batch)

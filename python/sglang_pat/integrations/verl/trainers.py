@@ -22,12 +22,13 @@ from omegaconf import DictConfig
 from ray.actor import ActorHandle
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
-from verl.trainer.ppo.v1 import trainer_separate_async
+from verl.trainer.ppo.v1 import trainer_base, trainer_separate_async
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode, PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.trainer.ppo.v1.utils import MetricsAggregator
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
@@ -57,6 +58,19 @@ FLEETS = {
     "checkpoint_manager": "llm_server_manager", "standalone_checkpoint_manager": "standalone_server_manager"
 }  # fmt: skip
 """verl's managers of replicas and of their servers, by their names in its trainers."""
+TOKENS = "rollout/tokens/"
+"""Beginning of the metrics with the tokens of a TP degree."""
+
+
+class StepMetrics(MetricsAggregator):
+    """Metrics of a step in several parts, of which our counts are added up: verl's own has their mean."""
+
+    def _get_aggregation_type(self, metric_name: str) -> str:
+        is_count = metric_name == missing_rewards.METRIC or metric_name.startswith(TOKENS)
+        return "sum" if is_count else super()._get_aggregation_type(metric_name)
+
+
+trainer_base.MetricsAggregator = StepMetrics  # which verl's step makes
 
 
 class CheckedTrainer(PPOTrainer):
@@ -361,7 +375,7 @@ def _make_degree_metrics(data: Any, differences: bool = True) -> dict[str, float
         if differences:
             metrics[f"training/rollout_probs_diff_max/tp{tp}"] = values.max().item()
             metrics[f"training/rollout_probs_diff_mean/tp{tp}"] = values.mean().item()
-        metrics[f"rollout/tokens/tp{tp}"] = len(values)
+        metrics[f"{TOKENS}tp{tp}"] = len(values)
     return metrics
 
 
