@@ -213,6 +213,23 @@ def test_what_fills_a_batch_up_is_not_trained_on():
     assert step.divide(nothing)[1] is None
 
 
+def test_a_rank_that_fails_ends_the_step(monkeypatch):
+    """The others of its replica wait for it, for as long as a collective may take."""
+
+    def get(futures):
+        assert futures == ["failed"]
+        raise MemoryError("out of memory")
+
+    step: Any = object.__new__(StreamStep)
+    step.divide, step.gpus = lambda batch: [None, None], SimpleNamespace(begin_chunk=lambda: None)
+    step.buffer, step.look = SimpleNamespace(poll_interval=0.5), lambda **_: pytest.fail("it waits for the other")
+    group = SimpleNamespace(add_gradients=lambda shares: ["failed", "waits"])
+    step.trainer = SimpleNamespace(actor_rollout_wg=group)
+    monkeypatch.setattr(streaming, "ray", SimpleNamespace(wait=lambda *_, **__: (["failed"], ["waits"]), get=get))
+    with pytest.raises(MemoryError, match="out of memory"):
+        step.try_gradients(KVBatchMeta(partition_id="train", keys=["a"], tags=[{}]))
+
+
 @pytest.mark.parametrize(("ranks", "size", "engine"), [(2, 1, 2), (8, 4, 8), (8, 2, 8), (16, 4, 8), (8, 1, 4)])
 def test_lent_ranks_are_whole_replicas_of_the_trainer(ranks, size, engine):
     lent = {rank for rank in range(ranks) if rank % engine % STRIDE}  # as docs/lending.md says

@@ -236,11 +236,16 @@ class StreamStep:
         shares = self.divide(batch)
         self.gpus.begin_chunk()
         futures = self.trainer.actor_rollout_wg.add_gradients(shares)
-        while len(ray.wait(futures, num_returns=len(futures), timeout=self.buffer.poll_interval)[0]) < len(futures):
+        while len(done := self._wait_for_ranks(futures)) < len(futures):
+            ray.get(done)  # raises what a rank has failed of: the others of its replica wait for it
             self.look(is_training=True)
         keys = {key for share in shares if share for key in share.keys}
         added = zip(shares, ray.get(futures), strict=True)
         return keys - {share.keys[row] for share, sums in added if share for row in sums.rows}
+
+    def _wait_for_ranks(self, futures: Sequence[ray.ObjectRef]) -> list[ray.ObjectRef]:
+        """Wait until all ranks are done, or for a moment; returns those that are."""
+        return ray.wait(list(futures), num_returns=len(futures), timeout=self.buffer.poll_interval)[0]
 
     def divide(self, batch: KVBatchMeta) -> list[KVBatchMeta | None]:
         """Shares of a balanced batch, by data-parallel rank, without what verl has filled it up with."""
