@@ -452,6 +452,15 @@ def test_with_a_profile_the_engine_says_when_ranks_are_lent_and_taken_back(monke
     assert elapsed == sorted(elapsed) and elapsed[0] >= 0
 
 
+def test_there_may_be_more_engines_than_samples(monkeypatch):
+    calls: list[Any] = []
+    engines = [LendingEngine(calls, [1], {}) for _ in range(2 * GROUPS + 1)]
+    trainer: Any = make_lending_trainer(monkeypatch, calls, engines, iter([1, 8]), "threshold")
+    assert begin_step(trainer).wait_for_groups() == GROUPS
+    asked = [engine.asked[0] for engine in engines]
+    assert {(training.samples, training.completion) for training in asked} == {(1, 0.0)}
+
+
 LENT = (
     f"{ROLLOUT}.nnodes=0", f"{ROLLOUT}.calculate_log_probs=false", "actor_rollout_ref.actor.fsdp_config.fsdp_size=1",
     "actor_rollout_ref.actor.use_kl_loss=true", f"{REF}.fsdp_config.fsdp_size=1",

@@ -156,7 +156,7 @@ class LentRanks:
 
         spare = buffer.count_spare() if isinstance(buffer, ChunkedTailBatchingBuffer) else 0
         return Training(
-            samples=step.batch * n // engines, complete=complete * n // engines,
+            samples=max(1, step.batch * n // engines), complete=complete * n // engines,
             ready=count_tokens(groups) // engines, pending=count_tokens(buffer.running_keys["train"]) // engines,
             spare=spare // engines, **measured,
         )  # fmt: skip
