@@ -475,6 +475,10 @@ LENT = (
         (f"{REF}.fsdp_config.fsdp_size=-1", f"{REF}.fsdp_config.fsdp_size is -1, must be 1 with {LENT_MODE} and "),
         (f"{REF}.strategy=fsdp", f"{REF}.strategy is fsdp, must be fsdp2 with {LENT_MODE} and use_kl_loss: a rep"),
         ("reward.reward_model.enable=true", "reward.reward_model.enable_resource_pool is false, must be true with"),
+        (
+            "actor_rollout_ref.model={lora_rank: 8, lora: {merge: true}}",
+            f"actor_rollout_ref.model.lora_rank is 8, must be left out with {LENT_MODE} and use_kl_loss: ",
+        ),
         (f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.tensor_model_parallel_size is 1, must be even with"),
         (
             "actor_rollout_ref.actor.fsdp_config.fsdp_size=-1",

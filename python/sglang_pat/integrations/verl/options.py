@@ -184,6 +184,9 @@ def check_stream(config: DictConfig, name: str, mode: str, lent: bool = False) -
         why = "a replica of the reference policy works where one of the trainer does"
         both = {"strategy": "fsdp2", "fsdp_config.fsdp_size": get_value(config, f"{_ACTOR}.fsdp_config.fsdp_size")}
         same = [Rule(f"{_REFERENCE}.{option}", (value,), why) for option, value in both.items()]
+        why = "the reference policy is the actor without its adapter then"
+        adapters = (f"actor_rollout_ref.model.{name}" for name in ("lora_rank", "lora.rank", "lora_adapter_path"))
+        same += [Rule(option, lambda value: not value, why, "left out") for option in adapters]
         _check_rules(config, same, f"{where} and use_kl_loss")
     rollout: Any = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
     ranks = rollout.tensor_model_parallel_size
