@@ -91,6 +91,7 @@ def test_verls_filters_are_those_of_tail_batching():
         ([f"{DAPO}, max_inflight_gen_batches: 2}}"], "algorithm.filter_groups.max_inflight_gen_batches is 2, must be"),
         (["trainer.v1.sglang_pat_sync.unbiased=true", TURNS], "trainer.v1.sglang_pat_sync.unbiased is true, must be"),
         (["trainer.v1.sglang_pat_sync.filter_groups=true"], "trainer.v1.sglang_pat_sync has no option 'filter_groups'"),
+        (["skip.rollout_tq.enable=true"], "skip.rollout_tq.enable is true, must be false with trainer.v1."),
         # verl would ask for several batches of a step, and get the same one.
         (["trainer.v1.sync.parameter_sync_step=2"], "trainer.v1.sync.parameter_sync_step is 2, must be 1 (or left"),
     ],

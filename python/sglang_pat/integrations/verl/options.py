@@ -228,6 +228,7 @@ def read_tail_batching(config: DictConfig, where: str, mode: str) -> Rules | Non
     beside = [
         Rule(f"trainer.v1.{mode}.parameter_sync_step", (1, None), "a step has one batch, for one update", one),
         Rule(f"{_SAMPLER}.custom_sampler.path", ("", None), own, "left out"),
+        Rule("skip.rollout_tq.enable", (False, None), own),
     ]
     if judges:
         why = "how many prompts run at once follows from eta_prompts and from how many groups were of use"
