@@ -19,6 +19,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from sglang_pat.integrations.verl import client, trainers
 from sglang_pat.integrations.verl.fields import DEGREES, MOVES, STEPS, STOPS, expand_runs, was_stopped
+from sglang_pat.messages import BeginRound, EndRound
 
 pytestmark = pytest.mark.integration
 
@@ -226,6 +227,15 @@ def test_counts_are_those_of_all_parts_of_a_step():
     metrics = {}
     trainer.step(metrics, {})
     assert metrics == {"rollout/tokens/tp2": 40, "reward/failed_masked": 3}
+
+
+def test_what_engines_do_for_a_validation_is_no_steps():
+    calls = []
+    trainer = object.__new__(trainers.AdaptiveSync)
+    trainer.engines = SimpleNamespace(announce=calls.append, take_metrics=lambda: calls.append("taken"))
+    trainer.on_validate_begin()
+    trainer.on_validate_end()
+    assert calls == [BeginRound(kind="validation"), EndRound(), "taken"]
 
 
 def test_responses_whose_engines_died_are_counted_over_all_parts_of_a_step(monkeypatch):

@@ -275,8 +275,10 @@ class AdaptiveTrainer(CheckedTrainer):
     def on_validate_end(self) -> None:
         super().on_validate_end()
         self.engines.announce(EndRound())
+        if self.announces_steps:  # else those of the step go on meanwhile
+            self.engines.take_metrics()  # no step's
         if self.ledger:
-            self.ledger.take_metrics()  # no step's
+            self.ledger.take_metrics()
 
     def _consume_sync_metrics(self) -> dict[str, Any]:
         """Metrics of the step that has just ended, verl's and ours."""
