@@ -212,3 +212,6 @@ def test_sampling_parameters_are_translated():
     found = _translate_params(Theirs(max_tokens=7, min_tokens=2, top_k=5, stop=["x"], seed=3, logprobs=1))
     assert (found["max_new_tokens"], found["min_new_tokens"], found["top_k"], found["sampling_seed"]) == (7, 2, 5, 3)
     SamplingParams(**found).verify(vocab_size=100)
+    for name, value in (("n", 4), ("logprobs", 5)):
+        with pytest.raises(ValueError, match=f"^{name} of SamplingParams is {value}, must be 1"):
+            _translate_params(Theirs(**{name: value}))

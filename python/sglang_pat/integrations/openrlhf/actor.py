@@ -228,7 +228,15 @@ _RENAMED["no_stop_trim"] = "include_stop_str_in_output"
 
 
 def _translate_params(params: SamplingParams) -> dict[str, Any]:
-    """SGLang's names for vLLM's sampling parameters."""
+    """SGLang's names for vLLM's sampling parameters.
+
+    Raises:
+        ValueError: what an agent asks for cannot be had; one line.
+    """
+    if params.n != 1:
+        raise ValueError(f"n of SamplingParams is {params.n}, must be 1 with this engine: ask for each response")
+    if (params.logprobs or 0) > 1:
+        raise ValueError(f"logprobs of SamplingParams is {params.logprobs}, must be 1: of others there are none")
     values = {name: getattr(params, name) for name in _SAME}
     values |= {ours: getattr(params, theirs) for ours, theirs in _RENAMED.items()}
     return {name: value for name, value in values.items() if value is not None}
