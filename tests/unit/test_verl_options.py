@@ -44,6 +44,7 @@ def test_accepted(made):
         (config(8, "base_tp=1"), "rollout.engine_kwargs.sglang_pat is 'base_tp=1', must be settings by name"),
         (config(16), "rollout.tensor_model_parallel_size is 16, must divide the node's 8 GPUs: 1, 2, 4, 8"),
         (config(3), "rollout.tensor_model_parallel_size is 3, must divide the node's 8 GPUs: 1, 2, 4, 8"),
+        (config(8, {}, name="vllm"), "rollout.name is vllm, must be sglang_pat or sglang: rollout.engine_kwargs"),
         (config(data_parallel_size=2), "rollout.data_parallel_size is 2, must be 1"),
         (config(pipeline_model_parallel_size=2), "rollout.pipeline_model_parallel_size is 2, must be 1"),
         (config(disaggregation=SimpleNamespace(enabled=True)), "rollout.disaggregation.enabled is true, must be false"),

@@ -69,6 +69,7 @@ _ONE_ENGINE = (
 )
 _ENGINE_CANNOT = "an adaptive engine cannot do it"
 ENGINE = (
+    Rule("rollout.name", (NAME, "sglang"), f"{WHERE} is given, and an adaptive engine is SGLang"),
     Rule("rollout.data_parallel_size", (1,), _ONE_ENGINE),
     Rule("rollout.pipeline_model_parallel_size", (1,), _ONE_ENGINE),
     Rule("rollout.disaggregation.enabled", (False, None), "an adaptive engine does both itself"),
