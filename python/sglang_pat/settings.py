@@ -65,7 +65,12 @@ class Setting:
         return "pat_" + self.name
 
     def read(self, value: Any) -> Any:
-        """``value``, given as a text or as itself, as what the field holds; raises ``ValueError``."""
+        """``value``, given as a text or as itself, as what the field holds; raises ``ValueError``.  None, which YAML
+        writes ``null``, is the default."""
+        if value is None:
+            return self.default
+        if value is False and "off" in self.value.split("|"):  # YAML's ``off``
+            return "off"
         if isinstance(self.default, bool):
             words = {"true": True, "1": True, "false": False, "0": False}
             if str(value).lower() not in words:
@@ -78,8 +83,6 @@ class Setting:
                 raise ValueError(f"{self.name} is {value!r}, must be a whole number") from None
         if isinstance(value, list | tuple):  # degrees, as YAML has them
             return ",".join(map(str, cast("list[Any] | tuple[Any, ...]", value)))
-        if value is None:
-            return None
         if self.choices:
             check_choice(self.flag, str(value), self.choices)
         return str(value)

@@ -49,6 +49,14 @@ def test_values_have_the_types_of_the_fields():
     }
 
 
+def test_values_as_yaml_has_them():
+    """``null`` and ``off``."""
+    given = {name: None for name in settings._NAMED}
+    config = job_settings.check(given, 4, "here")
+    assert config == job_settings.check({}, 4, "here") and config.speculate == "off"
+    assert job_settings.check({"policy": False, "speculate": False}, 4, "here").policy == "off"
+
+
 @pytest.mark.parametrize(
     "where, elsewhere",
     [
