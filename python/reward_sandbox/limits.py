@@ -177,7 +177,7 @@ class TimeLimits:
         try:
             anchors = {str(key): float(seconds) for key, seconds in state["anchors"].items()}
             draws, reruns, right = (int(state[name]) for name in ("draws", "reruns", "right_reruns"))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"saved time limits of rewards cannot be read ({type(error).__name__}: {error})") from None
         if not all(0 <= seconds < math.inf for seconds in anchors.values()) or not 0 <= right <= reruns:
             raise ValueError("saved time limits of rewards cannot be read: an anchor or a count is out of range")

@@ -105,7 +105,7 @@ def read_task(ground_truth: str | Mapping[str, Any]) -> Task:
             elif isinstance(expected, list):
                 expected = "\n".join(expected)
             cases.append(Case(f"{digest}-{index}", text, expected if function else str(expected)))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"ground_truth {str(ground_truth)[:80]!r} are no test cases ({type(error).__name__}: {error}), must be "
             '{"inputs": [...], "outputs": [...]}, two lists of the same length, with "fn_name" for a function'

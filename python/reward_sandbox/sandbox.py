@@ -56,7 +56,7 @@ def make_sandbox(setting: str | Mapping[str, Any] | None, where: str = "sandbox"
             raise ValueError(f"{where} is {setting!r}: a url begins with http:// or https://, without kind and python")
         return _try_service(SandboxFusion(url=str(url), resources=resources), where)
     kind, python = given.get("kind", KINDS[0]), given.get("python")
-    if python is not None and not os.access(python, os.X_OK):
+    if python is not None and not (isinstance(python, str) and os.access(python, os.X_OK)):
         raise ValueError(f"{where}.python is {python!r}, must be the path of an interpreter")
     if kind == "none":
         sandbox = Unprotected(python=python or sys.executable, resources=resources)

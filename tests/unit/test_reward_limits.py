@@ -133,8 +133,9 @@ def test_rules_that_cannot_be(wrong, said):
 
 
 @pytest.mark.parametrize(
-    "damage", [{"anchors": None}, {"anchors": {"a": "x"}}, {"anchors": {"a": -1}}, {"draws": "x"}, {"right_reruns": 9}]
-)
+    "damage", [{"anchors": None}, {"anchors": {"a": "x"}}, {"anchors": {"a": -1}}, {"draws": "x"}, {"right_reruns": 9},
+               {"draws": math.inf}],
+)  # fmt: skip
 def test_a_damaged_checkpoint_changes_nothing(damage):
     limits = TimeLimits()
     limits.record([run("a", "right", 3.0)])

@@ -179,7 +179,7 @@ def test_a_function_that_is_called(program, outcome):
 
 @pytest.mark.parametrize(
     "truth", ["{", "[1]", {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}, {"inputs": ["1"]},
-              {"inputs": ["1"], "outputs": ["{"], "fn_name": "f"}],
+              {"inputs": ["1"], "outputs": ["{"], "fn_name": "f"}, pytest.param("[" * 100_000, id="deep")],
 )  # fmt: skip
 def test_what_are_no_test_cases_is_one_line(truth):
     with pytest.raises(ValueError, match="are no test cases") as raised:

@@ -376,6 +376,7 @@ def test_a_busy_family_is_cut_by_what_all_of_it_takes(name, kind):
         ({"memory": "1G"}, "sandbox.memory is '1G', must be a whole number"),
         ({"url": "fusion:8080"}, "begins with http:// or https://"),
         ({"url": "http://x", "kind": "none"}, "without kind and python"),
+        ({"python": 3.11}, "sandbox.python is 3.11, must be the path of an interpreter"),
         ({"python": "/no/python"}, "sandbox.python is '/no/python', must be the path of an interpreter"),
     ],
 )
