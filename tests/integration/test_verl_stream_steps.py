@@ -473,6 +473,7 @@ LENT = (
         (f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.nnodes is 1, must be 0 with {LENT_MODE}: the engines have the"),
         (f"{ROLLOUT}.calculate_log_probs=true", f"{ROLLOUT}.calculate_log_probs is true, must be false with"),
         (f"{REF}.fsdp_config.fsdp_size=-1", f"{REF}.fsdp_config.fsdp_size is -1, must be 1 with {LENT_MODE} and "),
+        (f"{REF}.ulysses_sequence_parallel_size=2", f"{REF}.ulysses_sequence_parallel_size is 2, must be 1 with"),
         (f"{REF}.strategy=fsdp", f"{REF}.strategy is fsdp, must be fsdp2 with {LENT_MODE} and use_kl_loss: a rep"),
         ("reward.reward_model.enable=true", "reward.reward_model.enable_resource_pool is false, must be true with"),
         (
