@@ -267,8 +267,9 @@ class Unprotected:
         folder = tempfile.mkdtemp(prefix="sglang_pat_program_")
         try:
             session = LocalSession(
-                _make_command(self.python), program, self.resources, cwd=folder, env=VARIABLES | {"HOME": folder}
-            )
+                [*_make_command(self.python), folder], program, self.resources, cwd=folder,
+                env=VARIABLES | {"HOME": folder},
+            )  # fmt: skip
             try:
                 yield session
             finally:

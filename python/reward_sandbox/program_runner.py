@@ -19,7 +19,7 @@ import struct
 import sys
 import time
 import types
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 KEPT_ERRORS = 4096
 """Bytes of stderr that are kept, from its end."""
@@ -247,6 +247,15 @@ class Watch:
             self._close(fd)
 
 
+def leave(code: int) -> NoReturn:
+    """End, and with the folder of a program that has no sandbox: whoever made it may have been killed."""
+    if sys.argv[1:]:
+        import shutil
+
+        shutil.rmtree(sys.argv[1], ignore_errors=True)
+    os._exit(code)
+
+
 def run_case(case: dict[str, Any], control: int, rlimits: dict[str, int]) -> dict[str, Any] | None:
     """Run the program, and return what happened; None in the forked process, which has to become the program."""
     (in_read, in_write), (out_read, out_write), (err_read, err_write) = (os.pipe() for _ in range(3))
@@ -270,7 +279,7 @@ def run_case(case: dict[str, Any], control: int, rlimits: dict[str, int]) -> dic
     end_all(pid)
     watch.close()
     if ended == "alone":
-        os._exit(1)
+        leave(1)
     code = os.waitstatus_to_exitcode(status)
     errors = watch.errors.decode(errors="replace").strip()
     said = errors.splitlines()[-1][-500:] if errors else ""
@@ -286,8 +295,8 @@ def run_case(case: dict[str, Any], control: int, rlimits: dict[str, int]) -> dic
     }
 
 
-def main() -> str | None:
-    """Answer until nobody asks any more; in a forked process the text of the program."""
+def main() -> str:
+    """Answer until nobody asks any more, which is an error; in a forked process the text of the program."""
     control, answers = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (0, 1))
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 0)
@@ -299,19 +308,17 @@ def main() -> str | None:
     first = read_message(control)
     write_message(answers, {"ready": os.getpid()})
     while True:
-        try:
-            case = read_message(control)
-        except EOFError:
-            os._exit(0)
-        found = run_case(case, control, first["rlimits"])
+        found = run_case(read_message(control), control, first["rlimits"])
         if found is None:
             return first["program"]
         write_message(answers, found)
 
 
 if __name__ == "__main__":
-    program = main()
-    assert program is not None
+    try:
+        program = main()
+    except (EOFError, BrokenPipeError):
+        leave(0)
     sys.argv = ["program.py"]
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module

@@ -188,12 +188,19 @@ def test_that_does_not_depend_on_the_process_inside(bubblewrap):
 def test_a_worker_that_is_killed_takes_a_program_without_sandbox_along(tmp_path):
     line = tmp_path / "line"
     os.mkfifo(line)
-    program = f"file = open({str(line)!r}, 'w')\nfile.write('here')\nfile.flush()\nwhile True: pass"
+    program = (
+        f"import os\nfile = open({str(line)!r}, 'w')\nprint(os.getppid(), os.getcwd(), file=file)\nfile.flush()\n"
+        "while True: pass"
+    )
     command = [sys.executable, "-c", WORKER, "none", program]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as worker, line.open() as said:
-        assert said.read(4) == "here"
-        worker.kill()
-        assert select.select([said], [], [], 20.0)[0] and said.read() == "", "the end of it"
+        parent, folder = said.readline().split()
+        assert Path(folder).is_dir()
+        with os.fdopen(os.pidfd_open(int(parent))) as inside:
+            worker.kill()
+            assert select.select([said], [], [], 20.0)[0] and said.read() == "", "the end of it"
+            assert select.select([inside], [], [], 20.0)[0]
+    assert not Path(folder).exists(), "and of its files"
 
 
 def test_a_process_inside_that_says_nothing_is_cut_and_is_never_asked_again(bubblewrap, monkeypatch):
