@@ -81,7 +81,7 @@ def behave(how: str, once: str = "") -> object:
 @pytest.fixture
 async def pool():
     before = set(psutil.Process().children())
-    made = RewardPool(behave, processes=2, limit=0.3, failed_reward=FAILED)
+    made = RewardPool(behave, processes=2, limit=60, failed_reward=FAILED)
     yield made
     await made.close()
     after = set(psutil.Process().children()) - before
@@ -114,7 +114,8 @@ FAILURES = {
 async def test_a_failure_costs_its_own_sample(pool):
     """All at once, and right ones among them."""
     hows = [how for failing in FAILURES for how in (failing, "number")]
-    found = await asyncio.gather(*(pool.score({"how": how}) for how in hows))
+    late = {how for how, (failure, _) in FAILURES.items() if failure is Failure.LATE}
+    found = await asyncio.gather(*(pool.score({"how": how}, 0.3 if how in late else None) for how in hows))
     for how, reward in zip(hows, found, strict=True):
         failure, reason = FAILURES.get(how, (None, ""))
         assert (reward.value, reward.failure) == (0.25 if failure is None else FAILED, failure), how
