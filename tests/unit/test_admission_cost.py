@@ -52,14 +52,14 @@ def test_plain_seconds_are_those_of_plain_rounds(eta):
 
 def test_a_job_is_told_once_that_tail_batching_does_not_pay(caplog):
     """A tenth of the responses is long: most prompts have such a one, in each draw."""
-    warnings = [summary.warning for summary in list_summaries(MANY_LONG, 25, unbiased=True)]
+    warnings = [summary.warning for summary in list_summaries(MANY_LONG, 18, unbiased=True)]
     lines = [warning for warning in warnings if warning]
     assert warnings.index(lines[0]) == 15 and len(lines) == 1
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert lines[0].startswith("tail batching (strict, unbiased): its rounds take ")
     assert "s on average, with these lengths plain ones (eta_prompts and eta_responses 1) would take some" in lines[0]
     assert "tokens are generated for each one returned" in lines[0]
-    assert not any(summary.warning for summary in list_summaries(MANY_LONG, 25, eta_prompts=1.0))
+    assert not any(summary.warning for summary in list_summaries(MANY_LONG, 18, eta_prompts=1.0))
 
 
 class Slow(Played):

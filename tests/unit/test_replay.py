@@ -56,7 +56,7 @@ def profile_file(tmp_path) -> str:
 
 
 def write_log(path: Path, profile_file: str, policy: str = "survival") -> int:
-    """Write a log as a coordinator would over three rounds; returns how many decisions are in it."""
+    """Write a log as a coordinator would over two rounds; returns how many decisions are in it."""
     text, decisions = make_log(policy)
     path.write_text(text.replace(PROFILE, profile_file))
     return decisions
@@ -87,7 +87,7 @@ def make_log(policy_name: str) -> tuple[str, int]:
             log.write("length", length=length, family=family, finished=finished)
 
     history = Logging()
-    rounds = Workload(shape=parse_shape("lognormal:5,1,1500"), batch=40, rounds=3, correlation=0.5).make_batches()
+    rounds = Workload(shape=parse_shape("lognormal:5,1,1000"), batch=24, rounds=2, correlation=0.5).make_batches()
     for number, drawn in enumerate(rounds):
         Drain(predictor, costs, found.fingerprint, drawn, 16).run_policy(logged, history, complete=number > 0)
     for step in (Figures(256, 2, 0, 0.04, {1: 3.0}), Figures(256, 4, 0, 0.06, {1: 3.0, 4: 4.0})):

@@ -72,7 +72,7 @@ def test_adaptive_tp_on_top():
     profile = load(PROFILE)
     predictor, costs = build_predictors(profile)
     policy = make_policy("survival", predictor=predictor, costs=costs)
-    shape = "body-atom:6.363,0.70,16384,0.02"
+    shape = "body-atom:5,0.70,4096,0.02"
     still = simulation(shape, eta_prompts=1.0, eta_responses=1.0)
     adaptive = simulation(shape, eta_prompts=1.0, eta_responses=1.0, policy=policy)
     pairs = [(still.run_round(version), adaptive.run_round(version)) for version in range(2)]
@@ -88,7 +88,7 @@ def test_a_round_in_which_ranks_are_lent():
     predictor, costs = build_predictors(profile)
     policy = make_policy("survival", predictor=predictor, costs=costs)
     lending = make_lending_policy(predictor, costs, profile.fingerprint.num_ranks, profile.fingerprint.degrees)
-    shape, per_token, each = "body-atom:6.363,0.70,16384,0.02", 1e-3, {"eta_prompts": 1.0, "eta_responses": 1.0}
+    shape, per_token, each = "body-atom:6,0.70,6000,0.02", 1e-3, {"eta_prompts": 1.0, "eta_responses": 1.0}
     streams = simulation(
         shape, policy=policy, training={"lending": lending, "seconds_per_token": per_token, "setup": 1.0}, **each
     )
@@ -160,7 +160,7 @@ def test_nodes_switch_and_lend_by_themselves():
     policy = make_policy("survival", predictor=predictor, costs=costs)
     engines = Engines(predictor=predictor, costs=costs, fingerprint=profile.fingerprint, nodes=2, tp=2, policy=policy)
     rules = Rules(num_prompts=16, num_responses=4, eta_prompts=1.0, eta_responses=1.0)
-    job = Simulation(engines, rules, parse_shape("body-atom:6.363,0.70,16384,0.02"), 0.0, seed=3)
+    job = Simulation(engines, rules, parse_shape("body-atom:5,0.70,4096,0.02"), 0.0, seed=3)
     apart = 0
     for version in range(2):
         found = job.run_round(version)

@@ -161,7 +161,7 @@ def test_pure_and_within_the_candidates(found, snap, name, switch_at):
 
 
 @examples(25)
-@given(st.integers(0, 2**31), st.integers(4, 96), st.sampled_from([0.0, 0.05, 1.0]), st.floats(0.1, 2.0))
+@given(st.integers(0, 2**31), st.integers(4, 48), st.sampled_from([0.0, 0.05, 1.0]), st.floats(0.1, 2.0))
 def test_a_draining_batch_switches_a_bounded_number_of_times(seed, requests, control, sigma):
     """Never more switches than there are degrees above the base, whatever the lengths."""
     random = np.random.default_rng(seed)
