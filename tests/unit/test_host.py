@@ -16,20 +16,16 @@ import pytest
 from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign, assign_many
 
-pytestmark = pytest.mark.unit
+from . import code_names
+from .code_names import PACKAGE, parse
 
-PACKAGE = Path(__file__).resolve().parents[2] / "python/sglang_pat"
+pytestmark = [pytest.mark.unit, pytest.mark.xdist_group(code_names.__name__)]
 
 NOT_YET = {"acceptance", "testing"}
 """Folders and files of the package that import SGLang and are to call operations of ``host/`` instead."""
 
 CLEAN = ("switch", "rank", "checks")
 """Folders whose objects of SGLang are opaque: they are handed to operations of ``host/``, and not looked into."""
-
-
-@cache
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
 
 
 def imports_sglang(path: Path) -> bool:
