@@ -49,7 +49,7 @@ def algorithm_1(snap, predictor, costs) -> tuple[int, dict[int, float]]:
     return (target if best < current else snap.tp), totals
 
 
-@examples(200)
+@examples(80)
 @given(profiles(), snapshots())
 def test_as_transcribed(found, snap):
     predictor, costs = machine(found)

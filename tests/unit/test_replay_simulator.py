@@ -161,7 +161,7 @@ def test_a_policy_learns_that_its_profile_is_wrong():
     off = {1: 2.0, 2: 1.0, 4: 0.5}
     points = tuple(msgspec.structs.replace(p, seconds=p.seconds * off[p.tp]) for p in right.decode)
     wrong = ProfiledMachine(msgspec.structs.replace(right, decode=points))
-    workload = Workload(shape=parse_shape("lognormal:6,0.8,2048"), batch=32, rounds=3)
+    workload = Workload(shape=parse_shape("lognormal:6,0.8,1024"), batch=24, rounds=2)
     names = ["survival", "survival" + AS_IS]
     learnt = compare(ProfiledMachine(right), workload, names, believed=wrong, noise=0.1)
     first = replace(workload, rounds=1)

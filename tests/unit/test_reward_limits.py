@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from reward_sandbox.limits import CaseRun, LimitRules, TimeLimits
 
+from .drawn import examples
+
 pytestmark = pytest.mark.unit
 
 TIMES = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["right", "wrong", "cut"]), st.floats(0, 40)))
@@ -21,6 +23,7 @@ def run(key: str, outcome: str, seconds: float = 1.0, limit: float = 2.0, rerun:
     return CaseRun(key, outcome, seconds, limit, rerun)
 
 
+@examples(100)
 @given(TIMES)
 def test_a_limit_is_the_papers(runs):
     limits = TimeLimits()
@@ -30,6 +33,7 @@ def test_a_limit_is_the_papers(runs):
         assert found == (min(max(2.0, 1.5 * max(right)), 30.0) if right else 30.0)
 
 
+@examples(100)
 @given(TIMES)
 def test_a_checkpoint_goes_on_as_the_job_would(runs):
     """The draws, too: the same runs after it are run again."""
@@ -43,6 +47,7 @@ def test_a_checkpoint_goes_on_as_the_job_would(runs):
     assert one.estimate_wrong_cuts(10) == other.estimate_wrong_cuts(10)
 
 
+@examples(100)
 @given(TIMES, TIMES)
 def test_whoever_is_told_twice_knows_no_more(runs, others):
     """The longest anchors; and of a rerun that both have seen no two."""
