@@ -44,10 +44,6 @@ def test_refuses_a_missing_file(tmp_path):
     assert "none.json" in message and "No such file" in message and "profiler.sweep" in message
 
 
-def test_fits_its_own_deployment():
-    check_fits(profile(), FINGERPRINT)
-
-
 @pytest.mark.parametrize("name", INFORMATIVE)
 def test_sizes_that_do_not_change_a_time_may_differ(name):
     check_fits(profile(), msgspec.structs.replace(FINGERPRINT, **{name: another(name)}))

@@ -14,7 +14,6 @@ import pytest
 
 from reward_sandbox import fusion, programs
 from reward_sandbox.limits import TimeLimits
-from reward_sandbox.local import Unprotected
 from reward_sandbox.programs import find_program, get_keys, matches_output, matches_result, run_again
 from reward_sandbox.runs import Run, SandboxError
 from reward_sandbox.sandbox import make_sandbox
@@ -262,7 +261,3 @@ def test_a_service_that_fails_three_times_is_one_line(wrong, service):
     server.answers += [wrong] * 3
     with pytest.raises(ValueError, match="rewards.sandbox: Sandbox Fusion at"):
         make_sandbox({"url": url}, "rewards.sandbox")
-
-
-def test_none_is_what_it_says():
-    assert isinstance(make_sandbox("none"), Unprotected)
