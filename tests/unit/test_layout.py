@@ -106,20 +106,6 @@ def test_what_a_switch_does_is_one_of_two():
 
 
 @for_each(NESTED)
-def test_shards_nest(low, high):
-    for rank in range(low.num_ranks):
-        (start, end), (inner_start, inner_end) = interval(low, rank), interval(high, rank)
-        assert start <= inner_start < inner_end <= end
-
-
-@for_each(NESTED)
-def test_leaders_and_groups_nest(low, high):
-    assert set(high.leaders) <= set(low.leaders)
-    for group in low.groups():
-        assert len({high.group_of(rank) for rank in group}) == 1, "a group merges as a whole"
-
-
-@for_each(NESTED)
 def test_exchange_groups(low, high):
     groups = exchange_groups(low, high)
     assert groups == exchange_groups(high, low)
