@@ -67,9 +67,9 @@ def test_the_best_policy_is_the_oracle_if_all_responses_are_alike(a40, own):
 
 def test_the_best_policy_is_better_than_survival_where_replicas_wait(a40):
     """The best policy sees which replica is behind; ``survival`` in step does not."""
-    best = BestPolicy(a40, parse_shape("lognormal:7,1,4096"), 32, 256, own_pace=False)
+    best = BestPolicy(a40, parse_shape("lognormal:7,1,8192"), 32, 256, own_pace=False)
     policy, history, seconds = a40.make_policy("survival"), LengthHistory(), np.zeros(2)
-    for batch in draw("lognormal:7,1,4096", rounds=3):
+    for batch in draw("lognormal:7,1,8192", rounds=4):
         drain = a40.drain(batch)
         seconds += drain.run_policy(policy, history, complete=True).seconds, best.run_in_step(drain).seconds
     assert seconds[1] < seconds[0]
