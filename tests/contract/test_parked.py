@@ -46,7 +46,7 @@ def scheduler(decoding: list, waiting: list, tree: RadixCache, paused: bool = Fa
 
 def leave(tree: RadixCache, req: SimpleNamespace, slots: list[int]) -> None:
     """Leave the KV of a request in the tree, as a switch does with one that it parks."""
-    key = adapter.tree.make_key(req, (req.origin_input_ids + req.output_ids)[:-1])
+    key = adapter.rank.make_key(req, (req.origin_input_ids + req.output_ids)[:-1])
     tree.insert(InsertParams(key=key, value=torch.tensor(slots)))
 
 
@@ -94,7 +94,7 @@ def test_prompts_in_pieces_bring_what_is_computed(paused):
     """
     tree = RadixCache.create_simulated()
     fresh, waits, now = request("fresh", []), begun("waits"), begun("now", place=1)
-    tree.insert(InsertParams(key=adapter.tree.make_key(waits, PROMPT[:2]), value=torch.tensor([31, 32])))
+    tree.insert(InsertParams(key=adapter.rank.make_key(waits, PROMPT[:2]), value=torch.tensor([31, 32])))
     rank = scheduler([], [fresh, waits], tree, paused)
     rank.chunked_req, rank.req_to_token_pool.req_to_token[1] = now, torch.arange(16) + 200
     found, waiting, rows = requests.split_by_kv(rank)

@@ -24,7 +24,7 @@ def drop_scores_without_tokens(reqs: list[Req]) -> None:
     """Drop the logprobs of requests that ask for no token: beside others that do, SGLang draws one and keeps its."""
     for req in reqs:
         if req.finished_len == 0 and req.return_logprob:
-            assign(adapter.requests.get_logprobs(req), output_token_logprobs_val=[], output_token_logprobs_idx=[])
+            assign(adapter.rank.get_logprobs(req), output_token_logprobs_val=[], output_token_logprobs_idx=[])
 
 
 def abort(abort: AbortReq, req: Req) -> None:

@@ -21,7 +21,7 @@ from sglang_pat.host.assign import assign
 from sglang_pat.host.fixes.outputs import drop_scores_without_tokens
 from sglang_pat.host.fixes.scheduler import PartlyMendedScheduler, refuse_unless_idle
 from sglang_pat.host.fixes.weight_updates import NOT_FLUSHED
-from sglang_pat.host.v0_5_12 import grammars, outputs
+from sglang_pat.host.v0_5_12 import outputs, sampling
 
 
 class MendedScheduler(PartlyMendedScheduler):
@@ -103,7 +103,7 @@ class MendedScheduler(PartlyMendedScheduler):
 
     def run_batch(self, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:
         if batch.has_grammar:
-            grammars.forget_masks(batch.reqs)
+            sampling.forget_masks(batch.reqs)
         if batch.return_logprob:
             outputs.complete_token_ids(batch)
         result = super().run_batch(batch, *args, **kwargs)

@@ -15,12 +15,9 @@ from sglang.srt.utils import get_available_gpu_memory
 
 from sglang_pat.host import runner
 from sglang_pat.host.arguments import AdaptiveServerArgs
-from sglang_pat.host.assign import assign
+from sglang_pat.host.assign import assign, assigned
 from sglang_pat.host.fixes.grammars import MendedModelRunner
 from sglang_pat.host.v0_5_12.weight_updates import WholeUpdatesTpModelWorker
-
-GRAPHS = "graph_runner"
-"""Attribute of the model runner with the decode graphs."""
 
 RESOURCE_MAKERS = (
     (dist, "new_group"),
@@ -32,11 +29,7 @@ RESOURCE_MAKERS = (
 
 
 class AdaptiveModelRunner(runner.RankParts, MendedModelRunner):
-    """A ``ModelRunner`` whose groups come from a pool over all N ranks.
-
-    Life cycle: constructed in the base layout; ``sglang_pat.rank.layouts`` then points its
-    model, sampler, attention backend, graphs and KV pool at those of the layout in force.
-    """
+    """A ``ModelRunner`` with :class:`~sglang_pat.host.runner.RankParts`."""
 
     def __init__(self, *, server_args: AdaptiveServerArgs, rank: int, folder: Path, **kwargs) -> None:
         self.adaptive = server_args.spec.config
@@ -112,13 +105,8 @@ def init_backend(model_runner: Any) -> None:
 
 def capture(model_runner: Any, sizes: Sequence[int]) -> None:
     """Capture decode graphs of batches of these ``sizes``."""
-    args = model_runner.server_args
-    saved = args.cuda_graph_bs
-    assign(args, cuda_graph_bs=list(sizes))  # SGLang adds to it
-    try:
+    with assigned(model_runner.server_args, cuda_graph_bs=list(sizes)):  # SGLang adds to it
         model_runner.init_device_graphs()
-    finally:
-        assign(args, cuda_graph_bs=saved)
 
 
 def set_allocator(model_runner: Any, allocator: Any) -> None:

@@ -23,7 +23,7 @@ from sglang_pat.host.assign import assign
 from sglang_pat.host.fixes.outputs import drop_scores_without_tokens
 from sglang_pat.host.fixes.scheduler import PartlyMendedScheduler, refuse_unless_idle
 from sglang_pat.host.fixes.weight_updates import RECAPTURE_REFUSED
-from sglang_pat.host.v0_5_23.grammars import RebuildingGrammarManager
+from sglang_pat.host.v0_5_23.sampling import RebuildingGrammarManager
 
 
 def remake(component: Any, kind: type | None = None, **values: Any) -> Any:

@@ -10,19 +10,9 @@ from sglang.srt.managers.scheduler_components.profiler_manager import SchedulerP
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_pat.host.assign import assign, assigned
+from sglang_pat.host.assign import Overlaid, assign, assigned
 from sglang_pat.host.v0_5_23.mended_scheduler import remake
 from sglang_pat.rank.groups import GroupPool
-
-
-class Named:
-    """Stands for SGLang's ``ParallelContext`` where a trace is named by ``rank``."""
-
-    def __init__(self, inner: Any, rank: int) -> None:
-        self._inner, self.tp_rank = inner, rank
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
 
 class RankProfiler(SchedulerProfilerManager):
@@ -42,7 +32,7 @@ class RankProfiler(SchedulerProfilerManager):
         return super()._profile(recv_req)
 
     def _stop_profile(self, stage: ForwardMode | None = None) -> ProfileReqOutput | None:
-        named = Named(get_parallel(), self.rank)
+        named = Overlaid(get_parallel(), tp_rank=self.rank)
         with assigned(profiler_manager, get_parallel=lambda: named):
             return super()._stop_profile(stage)
 

@@ -11,13 +11,10 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_exec, get_schedule
 
 from sglang_pat.host import runner
-from sglang_pat.host.assign import assign
+from sglang_pat.host.assign import assign, assigned
 from sglang_pat.host.fixes.grammars import MendedModelRunner
 from sglang_pat.host.v0_5_23.weight_updates import WholeUpdatesTpModelWorker
 from sglang_pat.rank.groups import GroupPool
-
-GRAPHS = "decode_cuda_graph_runner"
-"""Attribute of the model runner with the decode graphs."""
 
 RESOURCE_MAKERS = (
     (dist, "new_group"),
@@ -29,11 +26,7 @@ RESOURCE_MAKERS = (
 
 
 class AdaptiveModelRunner(runner.RankParts, MendedModelRunner):
-    """A ``ModelRunner`` whose groups come from a pool over all N ranks.
-
-    Life cycle: constructed in the base layout; ``sglang_pat.rank.layouts`` then points its
-    model, sampler, attention backend, graphs and KV pool at those of the layout in force.
-    """
+    """A ``ModelRunner`` with :class:`~sglang_pat.host.runner.RankParts`."""
 
     def __init__(self, *, server_args: Any, rank: int, groups: GroupPool, **kwargs) -> None:
         self.adaptive = server_args.spec.config
@@ -72,13 +65,8 @@ def init_backend(model_runner: Any) -> None:
 
 def capture(model_runner: Any, sizes: Sequence[int]) -> None:
     """Capture decode graphs of batches of these ``sizes``."""
-    decode = get_exec().graph.cuda_graph_config.decode
-    saved = decode.bs
-    assign(decode, bs=list(sizes))
-    try:
+    with assigned(get_exec().graph.cuda_graph_config.decode, bs=list(sizes)):
         model_runner.init_decode_cuda_graph()
-    finally:
-        assign(decode, bs=saved)
 
 
 def set_allocator(model_runner: Any, allocator: Any) -> None:
