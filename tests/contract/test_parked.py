@@ -128,7 +128,7 @@ def test_who_waits_keeps_its_routed_experts(monkeypatch):
         rows.view(-1)[8:].zero_()  # slots are others'
 
     monkeypatch.setattr(owner, "release_req", release_req)
-    adapter.outputs.keep_routed_experts()
+    outputs.keep_experts()
     reqs = [
         SimpleNamespace(
             return_routed_experts=True, routed_experts_start_len=1, seqlen=4, req_pool_idx=0, routed_experts=None,

@@ -45,6 +45,27 @@ def read_experts(req: Req, pool: ReqToTokenPool) -> torch.Tensor | None:
     return capturer.host_cache.buffer[pool.req_to_token[kv.get_line(req)][start : req.seqlen - 1].cpu()]
 
 
+def keep_experts() -> None:
+    """Let requests that are retracted take the experts of their tokens along.
+
+    SGLang forgets them with their KV: when such a request is aborted before it has KV again, its answer has none.
+    """
+    owner = adapter.rank.RELEASER
+    release = owner.release_req
+    if hasattr(release, "pat_mended"):
+        return
+
+    def release_req(*args: Any, **named: Any) -> Any:
+        req, pool = adapter.rank.find_released(*args, **named)
+        kept = read_experts(req, pool)
+        found = release(*args, **named)
+        req.pat_experts = kept
+        return found
+
+    release_req.pat_mended = True
+    assign(owner, release_req=release_req)
+
+
 def collect_experts(req: Req, slots: torch.Tensor) -> None:
     """Attach the experts of its tokens to ``req``, which waits and is aborted; none if some are not known.
 

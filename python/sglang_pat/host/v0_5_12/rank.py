@@ -18,7 +18,7 @@ from sglang.srt.layers.dp_attention import initialize_dp_attention
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import configure_scheduler_process
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
@@ -190,6 +190,15 @@ def get_logprobs(req: Req) -> Any:
 def make_tokens(ids: Iterable[int]) -> list[int]:
     """Token ids as ``Req`` keeps them."""
     return list(ids)
+
+
+RELEASER = ScheduleBatch
+"""Owner of ``release_req``, which takes a request's KV away."""
+
+
+def find_released(batch: ScheduleBatch, idx: int, *_: Any, **__: Any) -> tuple[Req, ReqToTokenPool]:
+    """The request that a call of ``release_req`` is about, and the table that it has a line in."""
+    return batch.reqs[idx], batch.req_to_token_pool
 
 
 # -- KV ----------------------------------------------------------------------------------------------------------------

@@ -18,12 +18,13 @@ from sglang.srt.distributed import bootstrap, parallel_state
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.layers.dp_attention import initialize_dp_attention
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
+from sglang.srt.managers import schedule_batch
 from sglang.srt.managers.overlap_utils import resolve_forward_inputs
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import configure_scheduler_process
 from sglang.srt.mem_cache import registry
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.runtime_context import SpawnRanks, create_context, get_parallel, publish, use_context
@@ -226,6 +227,15 @@ def get_logprobs(req: Req) -> Any:
 def make_tokens(ids: Iterable[int]) -> array:
     """Token ids as ``Req`` keeps them."""
     return array("q", ids)
+
+
+RELEASER = schedule_batch
+"""Owner of ``release_req``, which takes a request's KV away."""
+
+
+def find_released(*, req: Req, req_to_token_pool: ReqToTokenPool, **_: Any) -> tuple[Req, ReqToTokenPool]:
+    """The request that a call of ``release_req`` is about, and the table that it has a line in."""
+    return req, req_to_token_pool
 
 
 # -- KV: a request's own is in ``Req.kv``; the components of the scheduler hold one allocator for good -----------------

@@ -13,7 +13,11 @@ from typing import Any
 import zmq
 from sglang.srt.distributed import bootstrap
 from sglang.srt.layers.dp_attention import initialize_dp_attention
+from sglang.srt.managers.io_struct import ProfileReq, ProfileReqOutput
 from sglang.srt.managers.schedule_batch import NextBatchPlan, Req, ScheduleBatch
+from sglang.srt.managers.scheduler_components import profiler_manager
+from sglang.srt.managers.scheduler_components.profiler_manager import SchedulerProfilerManager
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.observability.metrics_collector import SchedulerStats
 from sglang.srt.runtime_context import get_device, get_exec, get_observability, get_parallel
 from sglang.srt.server_args import PortArgs
@@ -21,11 +25,10 @@ from sglang.srt.server_args import PortArgs
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.host import requests as host
 from sglang_pat.host import runner
-from sglang_pat.host.assign import assign, assigned
+from sglang_pat.host.assign import Overlaid, assign, assigned
 from sglang_pat.host.batches import PROCESSED
 from sglang_pat.host.outputs import ControlSender, RpcRelay
-from sglang_pat.host.v0_5_23 import profiler
-from sglang_pat.host.v0_5_23.mended_scheduler import MendedScheduler
+from sglang_pat.host.v0_5_23.mended_scheduler import MendedScheduler, remake
 from sglang_pat.host.v0_5_23.runner import AdaptiveTpModelWorker
 from sglang_pat.rank.channels import RankChannel
 from sglang_pat.rank.speculation import Speculation
@@ -45,6 +48,28 @@ class LeaderSender:
     def send_output(self, output: Any, recv_obj: Any = None) -> None:
         if self.leads:
             self._sender.send_output(output, recv_obj)
+
+
+class RankProfiler(SchedulerProfilerManager):
+    """SGLang's profiler, which names a trace by this rank's number in the engine.
+
+    Attributes:
+        rank: that number.
+    """
+
+    rank: int
+
+    def _profile(self, recv_req: ProfileReq) -> ProfileReqOutput | None:
+        if recv_req.merge_profiles:
+            # Nobody waits until the last rank has written its file.
+            advice = "merge_profiles: not with --adaptive-tp; leave it out, each rank writes a trace of its own"
+            return ProfileReqOutput(success=False, message=advice)
+        return super()._profile(recv_req)
+
+    def _stop_profile(self, stage: ForwardMode | None = None) -> ProfileReqOutput | None:
+        named = Overlaid(get_parallel(), tp_rank=self.rank)
+        with assigned(profiler_manager, get_parallel=lambda: named):
+            return super()._stop_profile(stage)
 
 
 class RankScheduler(MendedScheduler):
@@ -107,7 +132,11 @@ class RankScheduler(MendedScheduler):
 
     def init_profiler(self) -> None:
         super().init_profiler()
-        assign(self, profiler_manager=profiler.make(self.profiler_manager, self.groups, self.rank))
+        profiler = remake(self.profiler_manager, RankProfiler)
+        profiler.rank = self.rank
+        # It stops without SGLang's barrier: ranks of a group may have come together in the middle of a profile.
+        assign(profiler, dp_tp_cpu_group=self.groups.get_single_group().cpu_group)
+        assign(self, profiler_manager=profiler)
 
     # -- steps -------------------------------------------------------------------------------------
 
