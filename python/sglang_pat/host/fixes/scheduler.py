@@ -1,7 +1,7 @@
 """SGLang's scheduler with its faults mended: what both versions need of the base class of ours (``host/scheduler.py``).
 
 Each part says what SGLang's does instead, and where that is reported (``docs/upstream/`` for what had no report).  The
-whole class is ``MendedScheduler`` of the adapter's ``mended_scheduler``.
+whole class is ``RankScheduler`` of the adapter's ``scheduler``.
 
 Upstream: https://github.com/sgl-project/sglang/pull/24123 (memory that is released while requests run)
 """
