@@ -18,7 +18,7 @@ from sglang_pat.host import adapter  # noqa: E402
 from sglang_pat.host.fixes import weight_updates as updates  # noqa: E402
 from sglang_pat.host.scheduler import AdaptiveScheduler  # noqa: E402
 
-Worker = adapter.weight_updates.WholeUpdatesTpModelWorker
+Worker = adapter.runner.AdaptiveTpModelWorker
 SHAPES = {"a": (2, 3), "b": (4,), "c": (5,)}
 
 

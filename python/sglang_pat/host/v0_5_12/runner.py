@@ -9,15 +9,22 @@ from typing import Any
 import torch.distributed as dist
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.dp_attention import initialize_dp_attention
+from sglang.srt.managers.io_struct import (
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.model_runner import LocalSerializedTensor, ModelRunner
 from sglang.srt.utils import get_available_gpu_memory
 
 from sglang_pat.host import runner
 from sglang_pat.host.arguments import AdaptiveServerArgs
 from sglang_pat.host.assign import assign, assigned
 from sglang_pat.host.fixes.grammars import MendedModelRunner
-from sglang_pat.host.v0_5_12.weight_updates import WholeUpdatesTpModelWorker
+from sglang_pat.host.fixes.weight_updates import ExpectingTpModelWorker
+
+__all__ = ["LocalSerializedTensor"]
 
 RESOURCE_MAKERS = (
     (dist, "new_group"),
@@ -65,7 +72,7 @@ class AdaptiveModelRunner(runner.RankParts, MendedModelRunner):
         )
 
 
-class AdaptiveTpModelWorker(WholeUpdatesTpModelWorker):
+class AdaptiveTpModelWorker(ExpectingTpModelWorker):
     """A ``TpModelWorker`` around an :class:`AdaptiveModelRunner`."""
 
     def __init__(self, *, rank: int, folder: Path, **kwargs) -> None:
@@ -96,6 +103,28 @@ class AdaptiveTpModelWorker(WholeUpdatesTpModelWorker):
             token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
             memory_pool_config=self.memory_pool_config,
         )
+
+    # -- updates, of which all ranks of the engine take all tensors, or none does ----------------------
+
+    def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> tuple[bool, str]:
+        """Update as SGLang does, on all ranks together."""
+        tensors, problem = self.open_together(recv_req)
+        if problem is not None:
+            return False, problem
+        return self.model_runner.update_weights_from_tensor(tensors, recv_req.load_format)
+
+    def update_weights_from_distributed(self, recv_req: UpdateWeightsFromDistributedReqInput) -> tuple[bool, str]:
+        """Update as SGLang does; what does not fit is received all the same, since its sender waits for us."""
+        with self.use_receiver() as received:
+            received.check_lengths(recv_req.names, recv_req.shapes)
+            success, message = super().update_weights_from_distributed(recv_req)
+        return success, received.describe(success, message)
+
+    def update_weights_from_ipc(self, recv_req: UpdateWeightsFromIPCReqInput) -> tuple[bool, str]:
+        """Update as SGLang does; nothing is loaded from the first bucket on that does not fit."""
+        with self.use_receiver() as received:
+            success, message = super().update_weights_from_ipc(recv_req)
+        return success, message if success else received.problem or message
 
 
 def init_backend(model_runner: Any) -> None:

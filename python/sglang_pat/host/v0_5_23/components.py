@@ -55,8 +55,8 @@ class MendedOutputStreamer(SchedulerOutputStreamer):
 class MendedWeightUpdater(SchedulerWeightUpdaterManager):
     """SGLang's component that updates weights and releases memory; all ranks of the engine take an update, or none.
 
-    Its worker is a :class:`~sglang_pat.host.v0_5_23.weight_updates.WholeUpdatesTpModelWorker`.  An update outside a
-    session is SGLang's to refuse, which all ranks do alike.
+    Its worker is a :class:`~sglang_pat.host.v0_5_23.runner.AdaptiveTpModelWorker`.  An update outside a session is
+    SGLang's to refuse, which all ranks do alike.
     """
 
     def update_weights_from_disk(self, recv_req: UpdateWeightFromDiskReqInput) -> Any:
