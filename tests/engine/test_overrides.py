@@ -160,7 +160,7 @@ def is_reached(function: Function, words: set[str]) -> bool:
 def test_sglang_calls_all_that_replaces_its_own(functions):
     """The list has nothing that is called, and nothing that replaces none."""
     replacing = {one: words for one, words in functions.items() if words & {*called.KINDS}}
-    assert len(replacing) > 100
+    assert len(replacing) > 90
     unreached = {one.name for one, words in replacing.items() if not is_reached(one, words)}
     assert unreached ^ UNCALLED.keys() == set()
 
