@@ -35,8 +35,6 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PYTHONUNBUFFERED := 1
-# Else each worker compiles all modules, and rewrites the tests, anew: 3 s of 45.
-unexport PYTHONDONTWRITEBYTECODE
 
 # No environment is thrown away because another one was made of it.
 .SECONDARY:

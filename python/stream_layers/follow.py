@@ -85,7 +85,7 @@ class Follower:
 
     def _capture(self) -> None:
         """Capture the graphs of decode steps anew, so that they read the parameters where they are now."""
-        if (graphs := getattr(self._runner, adapter.streaming.GRAPHS)) is None:
+        if (graphs := getattr(self._runner, adapter.rank.GRAPHS)) is None:
             return
         # A capture runs a step, which writes KV: not where that of the last step lies, but in the slot for padding.
         given = graphs.buffers

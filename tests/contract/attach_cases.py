@@ -26,7 +26,7 @@ def main(model: str) -> None:
         )
 
     def told(given: ServerArgs) -> dict:
-        args = adapter.attach.find_adaptive(given)
+        args = adapter.engine.find_adaptive(given)
         return {
             "adaptive": args is not None and args.adaptive_tp,
             "tp": args.tp_size,

@@ -36,10 +36,10 @@ def put(root: SimpleNamespace, path: str, value: int | None) -> None:
 def scheduler(steps: int, counter: int) -> SimpleNamespace:
     """A scheduler after so many steps, in the middle of a profile: what counts its steps."""
     made = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace()))
-    for path in adapter.loop.COUNTERS:
+    for path in adapter.rank.COUNTERS:
         put(made, path, 0)
     made.forward_ct, made.recv_skipper._counter = steps, counter
-    for path, value in zip(adapter.loop.STEP_MARKS, (None, steps + 7), strict=True):
+    for path, value in zip(adapter.rank.STEP_MARKS, (None, steps + 7), strict=True):
         put(made, path, value)
     return made
 
@@ -49,7 +49,7 @@ def test_the_leaders_counters_become_everyones():
     leader, other = scheduler(100, 1), scheduler(30, 2)
     loop.write_counters(other, loop.read_counters(leader))
     assert loop.read_counters(other) == loop.read_counters(leader)
-    assert [loop.find(other, path) for path in adapter.loop.STEP_MARKS] == [None, 107]
+    assert [loop.find(other, path) for path in adapter.rank.STEP_MARKS] == [None, 107]
 
 
 def request(rid: str, **other) -> SimpleNamespace:
@@ -120,7 +120,7 @@ def test_nothing_is_gathered_outside_test_builds_and_in_a_group_of_one(monkeypat
 
 
 def test_what_is_taken_is_classified_as_equal():
-    for path in adapter.loop.COUNTERS:
+    for path in adapter.rank.COUNTERS:
         assert attributes.find_line(f"Scheduler.{path}").kind == "group"
 
 

@@ -36,11 +36,11 @@ from .graphs import OLD
 pytestmark = pytest.mark.contract
 
 
-get_logprobs = adapter.requests.get_logprobs
+get_logprobs = adapter.rank.get_logprobs
 
 
 def request(rid: str = "r", prompt: tuple[int, ...] = (5, 6, 7), **options) -> Req:
-    made = Req(rid, "", adapter.requests.make_tokens(prompt), SamplingParams(), return_logprob=True, **options)
+    made = Req(rid, "", adapter.rank.make_tokens(prompt), SamplingParams(), return_logprob=True, **options)
     made.pat_request = SimpleNamespace(input_ids=made.origin_input_ids)
     made.pat_prompt, made.pat_sealed = array("I", prompt), None
     degrees.begin(made, tp=1)
@@ -196,7 +196,7 @@ def test_what_a_switch_brings_is_found_in_the_tree(seed):
             content[row] = torch.tensor(tokens)
             mine.append((tokens, row))
             req = request(f"{group}-{number}", tuple(tokens[:1]))
-            req.output_ids = adapter.requests.make_tokens([*tokens[1:], 3])  # the last token has no KV yet
+            req.output_ids = adapter.rank.make_tokens([*tokens[1:], 3])  # the last token has no KV yet
             decodes = rng.random() < 0.5
             found = slots.enter(req, row.numpy(), shared, decodes)
             assert content[found].tolist() == tokens
@@ -204,8 +204,8 @@ def test_what_a_switch_brings_is_found_in_the_tree(seed):
             decoding += [req] * decodes
     slots.upload()
     for tokens in entered:
-        key = adapter.tree.make_key(None, [*tokens, 3])
-        found = adapter.tree.read_slots(tree, tree.match_prefix(MatchPrefixParams(key=key)))
+        key = adapter.rank.make_key(None, [*tokens, 3])
+        found = adapter.rank.read_slots(tree, tree.match_prefix(MatchPrefixParams(key=key)))
         assert content[found].tolist() == tokens
     assert pool.available_size() + tree.total_size() == 400
     held = {node for req in decoding for node in path(req.last_node if OLD else req.lock.node)}
@@ -269,7 +269,7 @@ def test_which_degree_generated_which_tokens():
     speculation.begin(req)
     degrees.record_degree(req, tp=2)
     assert req.pat_degrees == ((0, 2),), "nothing was generated before"
-    req.output_ids = adapter.requests.make_tokens([11, 12, 13])
+    req.output_ids = adapter.rank.make_tokens([11, 12, 13])
     degrees.record_degree(req, tp=4)
     degrees.record_degree(req, tp=4)
     assert req.pat_degrees == ((0, 2), (3, 4))

@@ -132,7 +132,7 @@ def check(case: Case) -> None:
     from sglang_pat.host.experts_triton import multiply_gate_up
     from sglang_pat.host.fixes import float32
 
-    kernels = inspect.getmodule(adapter.experts.fused_moe_kernel.fn)
+    kernels = inspect.getmodule(adapter.kernels.fused_moe_kernel.fn)
     stock = kernels.invoke_fused_moe_kernel
     mended = partial(float32._multiply_by_experts, stock)
     fused_moe.invoke_fused_moe_kernel = mended if case.dtype == torch.float32 else stock

@@ -201,7 +201,7 @@ def get_updater(rank):
     """SGLang's class that updates weights and releases memory, and the object of ours that does for ``rank``."""
     if OLD:
         return stock.Scheduler, rank
-    kind = adapter.mended_scheduler.MendedWeightUpdater
+    kind = adapter.components.MendedWeightUpdater
     made = kind.__new__(kind)
     made.scheduler, made.flush_cache, made.draft_worker = rank, rank.flush_cache, None
     made.tp_worker, made.metrics_collector = getattr(rank, "tp_worker", None), None

@@ -32,7 +32,7 @@ class World:
         self.streamed.wrap_modules(torch.nn.Linear(64, 64, bias=False) for _ in range(LAYERS))
         self.streamed.post_init()
         self.graphs = Mock(seq_len_fill_value=1)
-        self.runner = SimpleNamespace(device="cpu", **{adapter.streaming.GRAPHS: self.graphs})
+        self.runner = SimpleNamespace(device="cpu", **{adapter.rank.GRAPHS: self.graphs})
         self.follower = follow.Follower(self.runner, self.streamed, None)
         self.every = follow.EVERY
 

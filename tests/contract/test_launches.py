@@ -60,7 +60,7 @@ def upload(values, dtype, device):
 def request(number: int, sampling: dict) -> Req:
     params = SamplingParams(max_new_tokens=100, **sampling)
     params.normalize(SimpleNamespace(encode=list))
-    prompt, output = map(adapter.requests.make_tokens, ([1000 + number, *range(TOKENS - 1)], [7, 8, 9]))
+    prompt, output = map(adapter.rank.make_tokens, ([1000 + number, *range(TOKENS - 1)], [7, 8, 9]))
     req = Req(f"r{number}", "", prompt, params, return_logprob=True, vocab_size=512)
     req.output_ids = output
     req.tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=3)
@@ -69,7 +69,7 @@ def request(number: int, sampling: dict) -> Req:
 
 
 def count_launches(count: int, sampling: dict, monkeypatch) -> Counter[str]:
-    for module in (install, batches, kv, penalties, adapter.penalties):
+    for module in (install, batches, kv, penalties, adapter.sampling):
         if hasattr(module, "upload"):
             monkeypatch.setattr(module, "upload", upload)
     args = SimpleNamespace(

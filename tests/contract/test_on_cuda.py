@@ -140,7 +140,7 @@ def test_a_kernel_that_sglang_cannot_compile_is_found_before_an_engine_starts(h1
         zeros=lambda *_, **__: None, bfloat16=None, cuda=SimpleNamespace(synchronize=lambda: None)
     )
     monkeypatch.setattr(jit, "torch", stand_in)
-    monkeypatch.setattr(adapter.jit, "silu_and_mul", silu_and_mul)
+    monkeypatch.setattr(adapter.kernels, "silu_and_mul", silu_and_mul)
     *_, (fine, what, finding) = preflight._check_devices()
     assert (fine, what) == (line is None, "SGLang's kernels")
     assert line is None or (f"cannot be compiled or run: {line}" in finding and "\n" not in finding)

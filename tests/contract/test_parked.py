@@ -49,7 +49,7 @@ def scheduler(decoding: list, waiting: list, tree: RadixCache, paused: bool = Fa
 
 def leave(tree: RadixCache, req: SimpleNamespace, slots: list[int]) -> None:
     """Leave the KV of a request in the tree, as a switch does with one that it parks."""
-    key = adapter.tree.make_key(req, (req.origin_input_ids + req.output_ids)[:-1])
+    key = adapter.rank.make_key(req, (req.origin_input_ids + req.output_ids)[:-1])
     tree.insert(InsertParams(key=key, value=torch.tensor(slots)))
 
 
@@ -97,7 +97,7 @@ def test_prompts_in_pieces_bring_what_is_computed(paused):
     """
     tree = RadixCache.create_simulated()
     fresh, waits, now = request("fresh", []), begun("waits"), begun("now", place=1)
-    tree.insert(InsertParams(key=adapter.tree.make_key(waits, PROMPT[:2]), value=torch.tensor([31, 32])))
+    tree.insert(InsertParams(key=adapter.rank.make_key(waits, PROMPT[:2]), value=torch.tensor([31, 32])))
     rank = scheduler([], [fresh, waits], tree, paused)
     rank.chunked_req, rank.req_to_token_pool.req_to_token[1] = now, torch.arange(16) + 200
     found, waiting, rows = requests.split_by_kv(rank)
@@ -147,7 +147,7 @@ def test_who_waits_keeps_its_routed_experts(monkeypatch):
         rows.view(-1)[8:].zero_()  # slots are others'
 
     monkeypatch.setattr(owner, "release_req", release_req)
-    adapter.outputs.keep_routed_experts()
+    outputs.keep_experts()
     reqs = [
         SimpleNamespace(
             return_routed_experts=True, routed_experts_start_len=1, seqlen=4, req_pool_idx=0, routed_experts=None,
@@ -178,7 +178,7 @@ def append_states_of_old(reqs: list, states: torch.Tensor, lengths: list[int]) -
 def append_states_of_new(reqs: list, states: torch.Tensor, lengths: list[int]) -> None:
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
-    from sglang_pat.host.v0_5_23.mended_scheduler import MendedResultProcessor
+    from sglang_pat.host.v0_5_23.components import MendedResultProcessor
 
     made, at = MendedResultProcessor.__new__(MendedResultProcessor), 0
     for req, length in zip(reqs, lengths, strict=True):

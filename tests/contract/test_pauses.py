@@ -27,7 +27,7 @@ def scheduler(monkeypatch) -> AdaptiveScheduler:
     monkeypatch.setattr(AdaptiveScheduler, "is_leader", False)
     made = AdaptiveScheduler.__new__(AdaptiveScheduler)
     made.is_initializing, made.forward_ct = False, 17
-    setattr(made, adapter.loop.CURRENT, object())
+    setattr(made, adapter.rank.CURRENT_BATCH, object())
     made.gate, made._paused_turns = StepGate(), 0
     made.executor = SimpleNamespace(poll_command=lambda: None)
     made._engine_paused = False

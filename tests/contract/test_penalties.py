@@ -58,7 +58,7 @@ def test_no_end_comes_before_its_time():
         req.eos_token_ids.add(10**6)
     found = penalties.OrderedPenalties(VOCAB, Batch([req]), KINDS)
     kind = penaltylib.BatchedMinNewTokensPenalizer
-    added = found.penalizers[adapter.penalties.AT_ONCE.get(kind, kind)].stop_token_penalties
+    added = found.penalizers[adapter.sampling.AT_ONCE.get(kind, kind)].stop_token_penalties
     held_back = set(added[0].isinf().nonzero().flatten().tolist())
     assert held_back == {2, 7, 9} | req.sampling_params.stop_token_ids
 

@@ -100,8 +100,8 @@ def test_every_request_attribute_is_accounted_for():
 
     from sglang_pat.host import adapter, requests
 
-    theirs = adapter.requests
-    carried = {*theirs.CARRIED, "origin_input_ids", "output_ids"}
+    theirs = adapter.rank
+    carried = {*requests.CARRIED, *theirs.CARRIED, "origin_input_ids", "output_ids"}
     local = set(LOCAL) - carried
     if adapter.FOLDER == "v0_5_23":
         local |= set(LOCAL_SINCE_0_5_23) - carried
@@ -152,7 +152,7 @@ def test_a_request_is_sealed_once():
     from sglang_pat.rank import degrees, speculation
     from sglang_pat.switch import requests
 
-    params, make_tokens = SamplingParams(temperature=0.5), adapter.requests.make_tokens
+    params, make_tokens = SamplingParams(temperature=0.5), adapter.rank.make_tokens
     given = TokenizedGenerateReqInput(
         rid="r", input_text="text", input_ids=make_tokens([5, 6, 70_000]), input_embeds=None, token_type_ids=None,
         mm_inputs=None, sampling_params=params, return_logprob=True, logprob_start_len=-1, top_logprobs_num=2,

@@ -18,7 +18,7 @@ from sglang_pat.host import adapter  # noqa: E402
 from sglang_pat.host.fixes import weight_updates as updates  # noqa: E402
 from sglang_pat.host.scheduler import AdaptiveScheduler  # noqa: E402
 
-Worker = adapter.weight_updates.WholeUpdatesTpModelWorker
+Worker = adapter.runner.AdaptiveTpModelWorker
 SHAPES = {"a": (2, 3), "b": (4,), "c": (5,)}
 
 
@@ -68,7 +68,7 @@ def make_updater(worker, runner, monkeypatch):
 
 def make_component(worker):
     """0.5.23's component that updates weights."""
-    kind = adapter.mended_scheduler.MendedWeightUpdater
+    kind = adapter.components.MendedWeightUpdater
     made = kind.__new__(kind)
     made.tp_worker, made.draft_worker, made.metrics_collector, made.tp_cpu_group = worker, None, None, "group"
     made.scheduler = SimpleNamespace(

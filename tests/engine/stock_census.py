@@ -27,8 +27,8 @@ def choose_tree() -> dict[str, str]:
     """Arguments with which this process builds the radix tree that our ranks have."""
     if adapter.FOLDER == "v0_5_12":
         return {}
-    adapter.tree.register()
-    return {"radix_cache_backend": adapter.tree.BACKEND}
+    adapter.rank.register_tree()
+    return {"radix_cache_backend": adapter.rank.TREE_BACKEND}
 
 
 def run_recorded(*args, **kwargs) -> None:

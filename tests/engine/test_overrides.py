@@ -41,7 +41,7 @@ UNCALLED = {
 }
 """What SGLang does not call, and why it need not."""
 if NEW:
-    UNCALLED["StockTable.destroy"] = "SGLang calls it where a rank ends by itself; these are killed"
+    UNCALLED["StockExpertsTable.destroy"] = "SGLang calls it where a rank ends by itself; these are killed"
 
 STAND_INS = {
     "AdaptiveScheduler.init_request_dispatcher.<locals>.<lambda>",
@@ -67,7 +67,7 @@ STAND_INS = {
         "GuardedGrammar.fill_vocab_mask",
         "OutputSender.send_output",
         "OwnRows.__getitem__",
-        "_Knowing.__getattr__",
+        "Overlaid.__getattr__",
     }
 )
 """Functions of ours that an object of SGLang's holds, or of an object that it holds in place of SGLang's."""
@@ -160,7 +160,7 @@ def is_reached(function: Function, words: set[str]) -> bool:
 def test_sglang_calls_all_that_replaces_its_own(functions):
     """The list has nothing that is called, and nothing that replaces none."""
     replacing = {one: words for one, words in functions.items() if words & {*called.KINDS}}
-    assert len(replacing) > 100
+    assert len(replacing) > 90
     unreached = {one.name for one, words in replacing.items() if not is_reached(one, words)}
     assert unreached ^ UNCALLED.keys() == set()
 
@@ -168,7 +168,7 @@ def test_sglang_calls_all_that_replaces_its_own(functions):
 def test_what_was_put_in_place_of_functions_is_seen(functions):
     """Modules and classes of SGLang's: else the test above would say nothing of these."""
     put = {one.name for one, words in functions.items() if called.PUT in words}
-    assert "make_watchdog" in put and "keep_routed_experts.<locals>.release_req" in put, put
+    assert "make_watchdog" in put and "keep_experts.<locals>.release_req" in put, put
 
 
 def test_sglang_calls_what_stands_in_for_its_objects(functions):

@@ -263,7 +263,7 @@ def graphs_of_one_layout() -> None:
     from sglang_pat.host import adapter
     from sglang_pat.rank.layouts import Layouts
 
-    install, name = Layouts.install, adapter.runner.GRAPHS
+    install, name = Layouts.install, adapter.rank.GRAPHS
 
     def careless(self: Layouts, layout: Any) -> Any:
         kept = getattr(self.runner, name) if self.current.layout != layout else self[layout].parts.graph_runner

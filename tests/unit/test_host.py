@@ -152,9 +152,9 @@ UNCHECKED = {
     ("shutdown.py", "over"): "ours",
     ("shutdown.py", "restype"): "of ctypes",
     ("v0_5_12/scheduler.py", "reqs"): "ours",
-    ("v0_5_23/mended_scheduler.py", "scheduler"): "ours",
-    ("v0_5_23/profiler.py", "rank"): "ours",
     ("v0_5_23/scheduler.py", "leads"): "ours",
+    ("v0_5_23/scheduler.py", "rank"): "ours",
+    ("v0_5_23/scheduler.py", "scheduler"): "ours",
 }
 """Attributes of objects other than ``self`` that ``host/`` writes without ``assign``, and why."""
 

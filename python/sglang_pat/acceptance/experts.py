@@ -67,7 +67,7 @@ def use_arguments(model: str, flags: tuple[str, ...] = ()) -> Iterator[None]:
     shim.ensure()
     from profiler.launch import make_server_args
 
-    with adapter.lone.use_arguments(make_server_args(model, ["--tp", "1", "--dp", "2", *flags])):
+    with adapter.rank.use_arguments(make_server_args(model, ["--tp", "1", "--dp", "2", *flags])):
         yield
 
 

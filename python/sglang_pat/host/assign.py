@@ -43,6 +43,16 @@ def _make_error(target: Any, name: str) -> AttributeError:
     )
 
 
+class Overlaid:
+    """An object of SGLang's whose attributes are those of ``inner``, but for ``values``."""
+
+    def __init__(self, inner: Any, **values: Any) -> None:
+        vars(self).update(values, _inner=inner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
 @contextmanager
 def assigned(target: Any, **values: Any) -> Iterator[None]:
     """Give attributes of ``target`` that are there already other values, for the length of the block.

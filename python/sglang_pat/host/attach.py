@@ -38,13 +38,13 @@ def patch_launcher(
     check = ServerArgs.check_server_args
 
     def become_adaptive(args: ServerArgs) -> None:
-        if adapter.attach.find_adaptive(args) is None:
-            adapter.attach.become_adaptive(args, make_adaptive(adapter.attach.get_given_fields(args)))
+        if adapter.engine.find_adaptive(args) is None:
+            adapter.engine.become_adaptive(args, make_adaptive(adapter.engine.get_given_fields(args)))
             if (http_server := sys.modules.get("sglang.srt.entrypoints.http_server")) is not None:
                 add_routes(http_server.app)
-        check(adapter.attach.find_adaptive(args))
+        check(adapter.engine.find_adaptive(args))
 
-    adapter.attach.patch(engine, lambda function: _choose_by_arguments(function, function))
+    adapter.engine.patch(engine, lambda function: _choose_by_arguments(function, function))
     assign(ServerArgs, check_server_args=functools.wraps(check)(become_adaptive))
     assign(PortArgs, init_new=staticmethod(_choose_by_arguments(PortArgs.init_new, make_private_ports)))
     assign(engine, TokenizerManager=_choose_class(engine.TokenizerManager, manager))
@@ -63,7 +63,7 @@ def _choose_by_arguments(stock: Callable, ours: Callable) -> Callable:
     """A function that calls ``ours`` with an adaptive engine's arguments, and ``stock`` with all others."""
 
     def swap(one: Any) -> Any:
-        found = adapter.attach.find_adaptive(one)
+        found = adapter.engine.find_adaptive(one)
         return one if found is None else found
 
     @functools.wraps(stock, updated=())

@@ -26,7 +26,7 @@ def make_decode_batch(scheduler: SglangScheduler, reqs: list[Req]) -> ScheduleBa
     """A batch about to decode, of requests whose KV is in place."""
     batch = make_batch(scheduler, reqs, scheduler.enable_overlap)
     last = fill_rows(batch, [kv.count_kv(req) for req in reqs], [req.output_ids[-1] for req in reqs])
-    adapter.batches.set_last_tokens(scheduler, batch, last)
+    adapter.rank.set_last_tokens(scheduler, batch, last)
     assign(batch, sampling_info=penalties.make_sampling_info(batch, decode=True))
     return batch
 
@@ -43,7 +43,7 @@ def fill_rows(batch: ScheduleBatch, lengths: list[int], tokens: list[int]) -> to
     reqs = batch.reqs
     lines = [kv.get_line(req) for req in reqs]
     places, seq_lens, last = upload([lines, lengths, tokens], torch.int64, batch.device).unbind()
-    adapter.batches.set_places(batch, places, lines)
+    adapter.rank.set_places(batch, places, lines)
     assign(
         batch,
         seq_lens=seq_lens,
@@ -53,7 +53,7 @@ def fill_rows(batch: ScheduleBatch, lengths: list[int], tokens: list[int]) -> to
         multimodal_inputs=[None] * len(reqs),
     )
     if batch.return_logprob:
-        asked = [adapter.requests.get_logprobs(req) for req in reqs]
+        asked = [adapter.rank.get_logprobs(req) for req in reqs]
         assign(
             batch,
             top_logprobs_nums=[logprobs.top_logprobs_num for logprobs in asked],
@@ -85,9 +85,9 @@ def get_vocab_size(scheduler: SglangScheduler) -> int:
 def make_prefill(scheduler: SglangScheduler, prompts: Sequence[list[int]]) -> ScheduleBatch:
     """A batch about to prefill made-up ``prompts`` (token ids), in empty pools."""
     greedy = SamplingParams(max_new_tokens=1, temperature=0)
-    reqs = [Req(f"check {i}", "", adapter.requests.make_tokens(prompt), greedy) for i, prompt in enumerate(prompts)]
+    reqs = [Req(f"check {i}", "", adapter.rank.make_tokens(prompt), greedy) for i, prompt in enumerate(prompts)]
     for req in reqs:
-        adapter.batches.compute_whole(req)
+        adapter.rank.compute_whole(req)
     batch = make_batch(scheduler, reqs, False)
     batch.prepare_for_extend()
     return batch
@@ -95,13 +95,13 @@ def make_prefill(scheduler: SglangScheduler, prompts: Sequence[list[int]]) -> Sc
 
 def go_on_with(scheduler: SglangScheduler, batch: ScheduleBatch, tokens: Sequence[int]) -> None:
     """Have a batch that was prefilled decode next, where each request goes on with one of ``tokens``."""
-    adapter.batches.set_last_tokens(scheduler, batch, torch.tensor(tokens, device=scheduler.device))
+    adapter.rank.set_last_tokens(scheduler, batch, torch.tensor(tokens, device=scheduler.device))
     batch.prepare_for_decode()
 
 
 def compute_logits(scheduler: SglangScheduler, batch: ScheduleBatch) -> torch.Tensor:
     """Run one step and return the logits of the next token, ``[requests, vocabulary]``."""
-    return adapter.batches.forward(scheduler, batch).clone()  # a graph's next replay writes there
+    return adapter.rank.compute_logits(scheduler, batch).clone()  # a graph's next replay writes there
 
 
 # -- what others read --------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def is_decode(batch: ScheduleBatch) -> bool:
 
 def count_step_tokens(batch: ScheduleBatch) -> int:
     """Number of tokens that a step attends to, if it decodes, or computes, if it prefills."""
-    return adapter.batches.count_attended(batch) if is_decode(batch) else int(batch.extend_num_tokens or 0)
+    return adapter.rank.count_attended(batch) if is_decode(batch) else int(batch.extend_num_tokens or 0)
 
 
 def read_sampled_tokens(batch: ScheduleBatch, result: Any) -> tuple[list[str], list[int]] | None:

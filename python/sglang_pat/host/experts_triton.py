@@ -24,7 +24,7 @@ import triton.language as tl
 
 from sglang_pat.host import adapter
 
-fused_moe_kernel = adapter.experts.fused_moe_kernel
+fused_moe_kernel = adapter.kernels.fused_moe_kernel
 
 
 @triton.jit(do_not_specialize=["EM", "num_valid_tokens"])  # each number of tokens would be a kernel of its own

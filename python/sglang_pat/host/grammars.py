@@ -27,7 +27,7 @@ def get_key(req: Req) -> Key | None:
     for kind, value in (
         ("json", params.json_schema),
         ("regex", params.regex),
-        (adapter.grammars.get_ebnf_kind(params), params.ebnf),
+        (adapter.sampling.get_ebnf_kind(params), params.ebnf),
         ("structural_tag", params.structural_tag),
     ):
         if value is not None:

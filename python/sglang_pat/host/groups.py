@@ -57,7 +57,7 @@ def get_device_group(group: GroupCoordinator) -> dist.ProcessGroup:
 
 def set_global_groups(tp: GroupCoordinator, single: GroupCoordinator) -> None:
     """Have SGLang's layers reduce in ``tp``; they look it up when they are called."""
-    adapter.groups.set_global_groups(tp, single)
+    adapter.rank.set_global_groups(tp, single)
 
 
 def set_scheduler_group(scheduler: Any, group: GroupCoordinator, tp_rank: int, tp: int) -> None:
@@ -74,7 +74,7 @@ def set_scheduler_group(scheduler: Any, group: GroupCoordinator, tp_rank: int, t
         attn_tp_cpu_group=control,
         dp_tp_cpu_group=control,
     )
-    adapter.groups.set_scheduler_group(scheduler, group, tp_rank, tp)
+    adapter.rank.set_scheduler_group(scheduler, group, tp_rank, tp)
     assign(
         scheduler.grammar_manager,
         grammar_sync_group=group.cpu_group,
@@ -86,12 +86,12 @@ def set_scheduler_group(scheduler: Any, group: GroupCoordinator, tp_rank: int, t
 
 def set_runner_group(worker: Any, runner: Any, group: GroupCoordinator, tp_rank: int, tp: int) -> None:
     """Make a worker and its model runner rank ``tp_rank`` of this group of ``tp`` ranks."""
-    adapter.groups.set_runner_group(worker, runner, group, tp_rank, tp)
+    adapter.rank.set_runner_group(worker, runner, group, tp_rank, tp)
 
 
 def get_place(scheduler: Any) -> tuple[int, int]:
     """TP rank and degree of the scheduler."""
-    return adapter.groups.get_place(scheduler)
+    return adapter.rank.get_place(scheduler)
 
 
 def get_control_group(scheduler: Any) -> dist.ProcessGroup:

@@ -106,7 +106,8 @@ class InProcessEngine:
     async def open_weight(self, name: str, handles: list[Any], flush: bool) -> None:
         """Load one parameter; ``handles`` has for each rank what unpickles to the tensor in its process."""
         values = [MultiprocessingSerializer.serialize(handle) for handle in handles]
-        tensor = MultiprocessingSerializer.serialize([(name, adapter.inprocess.LocalSerializedTensor(values=values))])
+        local = adapter.runner.LocalSerializedTensor(values=values)
+        tensor = MultiprocessingSerializer.serialize([(name, local)])
         request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=[tensor] * self._ranks, flush_cache=flush)
         _check_success(await self._manager.update_weights_from_tensor(request, None))
 

@@ -68,7 +68,7 @@ def make_view(
     k, v = ([_reshape(layer, ratio) for layer in layers] for layers in (pool.k_buffer, pool.v_buffer))
     size = (pool.size + pool.page_size) * ratio - pool.page_size
     assign(view, head_num=heads, size=size, k_buffer=k, v_buffer=v)
-    adapter.kv.fill_view(view, heads)
+    adapter.rank.fill_view(view, heads)
     return view, TokenToKVPoolAllocator(view.size, allocator.dtype, allocator.device, view, allocator.need_sort)
 
 
@@ -83,7 +83,7 @@ def count_slots(allocator: TokenToKVPoolAllocator) -> int:
 
 def set_allocator(scheduler: SglangScheduler, allocator: TokenToKVPoolAllocator) -> None:
     """Have the scheduler and its tree take slots from ``allocator``."""
-    adapter.kv.set_allocator(scheduler, allocator)
+    adapter.rank.set_allocator(scheduler, allocator)
 
 
 # -- which slots are taken ---------------------------------------------------------------------------------------------
@@ -125,9 +125,9 @@ def count_lines(scheduler: SglangScheduler) -> int:
 def check_sums(scheduler: SglangScheduler) -> None:
     """Raise ``RuntimeError`` naming all terms if KV slots or request slots do not add up."""
     reqs = scheduler.running_batch.reqs
-    records = [adapter.kv.get_record(req) for req in reqs]
+    records = [adapter.rank.get_kv_record(req) for req in reqs]
     held = sum(record.kv_allocated_len - record.cache_protected_len for record in records)
-    if message := adapter.kv.find_leak(scheduler, held):
+    if message := adapter.rank.find_leak(scheduler, held):
         raise RuntimeError(f"KV slots do not add up after the switch: {message}")
     free, used, size = scheduler.req_to_token_pool.available_size(), len(reqs), scheduler.req_to_token_pool.size
     if free + used != size:
@@ -139,24 +139,24 @@ def check_sums(scheduler: SglangScheduler) -> None:
 
 def count_kv(req: Req) -> int:
     """Number of tokens of ``req``, which runs, that have KV."""
-    return adapter.kv.get_record(req).kv_committed_len
+    return adapter.rank.get_kv_record(req).kv_committed_len
 
 
 def add_committed(req: Req) -> None:
     """Note that one token more of ``req``, which runs, has KV."""
-    record = adapter.kv.get_record(req)
+    record = adapter.rank.get_kv_record(req)
     assign(record, kv_committed_len=record.kv_committed_len + 1, kv_allocated_len=record.kv_allocated_len + 1)
 
 
 def get_line(req: Req) -> int | None:
     """The line of ``req`` in the table of running requests; None if it has none."""
-    return adapter.kv.get_record(req).req_pool_idx
+    return adapter.rank.get_kv_record(req).req_pool_idx
 
 
 def lose_kv(req: Req) -> None:
     """Make ``req``, whose KV is lost, ready to go back to the queue as tokens."""
-    assign(adapter.kv.get_record(req), req_pool_idx=None)
-    adapter.kv.forget_slots(req)
+    assign(adapter.rank.get_kv_record(req), req_pool_idx=None)
+    adapter.rank.forget_slots(req)
     req.reset_for_retract()
     requests.drop_piece_logprobs(req)
 
@@ -164,7 +164,7 @@ def lose_kv(req: Req) -> None:
 def describe_account(req: Req) -> tuple:
     """Values by which SGLang decides about one request, the same on all ranks of a group."""
     entered, outputs = requests.get_entry_time(req), requests.count_output(req)
-    return req.rid, req.priority, entered, outputs, count_kv(req), adapter.kv.get_record(req).cache_protected_len
+    return req.rid, req.priority, entered, outputs, count_kv(req), adapter.rank.get_kv_record(req).cache_protected_len
 
 
 def read_line(scheduler: SglangScheduler, req: Req) -> torch.Tensor:
@@ -184,7 +184,7 @@ def write_rows(scheduler: SglangScheduler, reqs: Sequence[Req], rows: Sequence[n
     """Give ``reqs`` lines in the table of running requests, with these slots."""
     pool, device = scheduler.req_to_token_pool, scheduler.device
     for req in reqs:
-        assign(adapter.kv.get_record(req), req_pool_idx=None)  # of the old table, if it was here before
+        assign(adapter.rank.get_kv_record(req), req_pool_idx=None)  # of the old table, if it was here before
     places = upload(pool.alloc(reqs), torch.int64, device)
     padded = np.zeros((len(reqs), max(map(len, rows))), dtype=np.int32)
     for line, row in zip(padded, rows, strict=True):
@@ -198,8 +198,8 @@ def write_rows(scheduler: SglangScheduler, reqs: Sequence[Req], rows: Sequence[n
 def _write_kv(req: Req, slots: torch.Tensor) -> None:
     """Write where the KV lies of a request that is about to decode."""
     length = len(slots)
-    assign(adapter.kv.get_record(req), kv_committed_len=length, kv_allocated_len=length)
-    adapter.kv.write_extent(req, requests.get_tokens(req)[:length], slots)
+    assign(adapter.rank.get_kv_record(req), kv_committed_len=length, kv_allocated_len=length)
+    adapter.rank.write_extent(req, requests.get_tokens(req)[:length], slots)
     # SGLang says so when it prefills a request again, which is not needed where all its KV is in the tree; else it
     # would drop each of the tokens, and the request would decode for ever.
     assign(req, is_retracted=False)

@@ -67,7 +67,7 @@ def list_checkpoint_parts(module: torch.nn.Module, spec: ShardSpec) -> dict[str 
 
 def _make_spec(module_name: str, module: torch.nn.Module, name: str) -> ShardSpec:
     """The :class:`ShardSpec` of the parameter ``name`` of ``module``."""
-    if adapter.layers.is_replicated(module):
+    if adapter.rank.is_replicated(module):
         return WHOLE
     if isinstance(module, FusedMoE):
         if why := find_reason_against(module):
@@ -92,7 +92,7 @@ def _make_spec(module_name: str, module: torch.nn.Module, name: str) -> ShardSpe
         return WHOLE if name == "bias" else ShardSpec(1, (Block(module.input_size),))
     if isinstance(module, VocabParallelEmbedding):
         return ShardSpec(0, (Block(module.num_embeddings_padded),))
-    if (tp := adapter.layers.get_degree(module)) > 1:
+    if (tp := adapter.rank.get_degree(module)) > 1:
         raise ShardError(module_name, tp, f"it is not known how {type(module).__name__} is sharded")
     return WHOLE
 
@@ -297,4 +297,4 @@ def _compile_experts(experts: FusedMoE, device: str) -> None:
         return
     for tokens in (1, 4):
         each = torch.zeros(tokens, chosen, config.hidden_size, dtype=config.params_dtype, device=device)
-        adapter.experts.add_few(each, each.new_empty(tokens, config.hidden_size))
+        adapter.kernels.add_few(each, each.new_empty(tokens, config.hidden_size))

@@ -21,16 +21,16 @@ def drain(scheduler: SglangScheduler) -> None:
     """
     while scheduler.enable_overlap and scheduler.result_queue:
         scheduler.process_batch_result(*scheduler.result_queue.popleft())
-    adapter.loop.settle(scheduler)
+    adapter.rank.settle(scheduler)
     last = scheduler.last_batch
     if last is not None and last.forward_mode.is_extend():
-        adapter.loop.leave_out(last, [r for r in (scheduler.chunked_req, last.chunked_req) if r])
+        adapter.rank.leave_out(last, [r for r in (scheduler.chunked_req, last.chunked_req) if r])
         if not last.is_empty():
             if scheduler.running_batch.is_empty():
                 assign(scheduler, running_batch=last)
             else:
                 scheduler.running_batch.merge_batch(last)
-    assign(scheduler, last_batch=None, **{adapter.loop.CURRENT: None})
+    assign(scheduler, last_batch=None, **{adapter.rank.CURRENT_BATCH: None})
     scheduler.running_batch.filter_batch()
     # SGLang looks for room again where its own code shrinks this batch, and never again if it is empty.
     assign(scheduler.running_batch, batch_is_full=False)
@@ -112,7 +112,7 @@ def list_running_with_last(scheduler: SglangScheduler) -> list[Req]:
 def count_decoding_tokens(scheduler: SglangScheduler) -> int:
     """Number of tokens that the next decode step attends to."""
     decoding = scheduler.running_batch
-    return adapter.batches.count_attended(decoding) if decoding.reqs else 0
+    return adapter.rank.count_attended(decoding) if decoding.reqs else 0
 
 
 def count_running(scheduler: SglangScheduler) -> int:
@@ -152,7 +152,7 @@ def set_requests(scheduler: SglangScheduler, queued: list[Req], compiling: list[
         chunked_req=None,
         running_batch=ScheduleBatch(reqs=[], batch_is_full=False),
     )
-    adapter.loop.forget_chunk(scheduler)
+    adapter.rank.forget_chunk(scheduler)
     set_waiting(scheduler, queued, compiling)
 
 
@@ -183,13 +183,13 @@ def read_counters(scheduler: SglangScheduler) -> dict[str, Any]:
     differ in whatever has counted their steps or read their clocks.  What else must be equal is made anew by
     ``AdaptiveScheduler.enter_layout`` and ``switch/install.py``.
     """
-    return {path: value for path in adapter.loop.COUNTERS if (value := find(scheduler, path)) is not None}
+    return {path: value for path in adapter.rank.COUNTERS if (value := find(scheduler, path)) is not None}
 
 
 def write_counters(scheduler: SglangScheduler, values: dict[str, Any]) -> None:
     """Write the values that :func:`read_counters` has read on the leader."""
     moved = values["forward_ct"] - scheduler.forward_ct
-    marks = {path: find(scheduler, path) for path in adapter.loop.STEP_MARKS}
+    marks = {path: find(scheduler, path) for path in adapter.rank.STEP_MARKS}
     values = {path: mark + moved for path, mark in marks.items() if mark is not None} | values
     for path, value in values.items():
         owner, _, name = path.rpartition(".")

@@ -162,6 +162,20 @@ LOGPROBS = tuple(
 """Lists with an entry for each token where logprobs are asked for.  SGLang sends each entry to the client once, a
 stretch of some tokens at a time, and does not look at it again."""
 
+CARRIED = tuple(
+    "surr_offset read_offset cur_decode_ids_len decoded_text send_token_offset send_decode_id_offset "
+    "send_output_token_logprobs_offset input_logprob_sent hidden_states customized_info "
+    "cached_tokens cached_tokens_device cached_tokens_host cached_tokens_storage "
+    "_cache_breakdown_computed retraction_count is_retracted retracted_stain to_finish finished_reason finished_len "
+    "finished_output reasoning_tokens _is_reasoning_over return_logprob logprob_start_len "
+    "extend_batch_idx decode_batch_idx grammar_wait_ct temp_scaled_logprobs top_p_normalized_logprobs "
+    "has_log_time_stats "
+    # of the pieces of a prompt that have been computed
+    "input_token_logprobs temp_input_top_logprobs_val temp_input_top_logprobs_idx "
+    "temp_input_token_ids_logprobs_val temp_input_token_ids_logprobs_idx".split()
+)
+"""Attributes that go over as they are, in all versions, beside tokens and logprobs."""
+
 
 def seal(given: TokenizedGenerateReqInput, prompt: array) -> bytes:
     """Pickle what never changes in a request: the message of the TokenizerManager, and the prompt's token ids."""
@@ -173,16 +187,16 @@ def seal(given: TokenizedGenerateReqInput, prompt: array) -> bytes:
 def unseal(sealed: bytes) -> tuple[TokenizedGenerateReqInput, array]:
     """The request as it came in, and its prompt's token ids (unsigned 32 bit)."""
     request, prompt = pickle.loads(sealed)
-    assign(request, input_ids=adapter.requests.make_tokens(prompt))
+    assign(request, input_ids=adapter.rank.make_tokens(prompt))
     return request, prompt
 
 
 def read_state(req: Req, given: TokenizedGenerateReqInput) -> tuple[array, dict[str, Any]]:
-    """The tokens generated so far (unsigned 32 bit), and the other values that go over, by name: logprobs, what the
-    adapter's ``CARRIED`` names, and the prompt if it is no longer the one ``given``."""
-    logprobs = adapter.requests.get_logprobs(req)
-    state = {name: getattr(req, name) for name in adapter.requests.CARRIED if hasattr(req, name)}
-    names = (*LOGPROBS, *adapter.requests.FLAT_LOGPROBS)
+    """The tokens generated so far (unsigned 32 bit), and the other values that go over, by name: logprobs, what
+    :data:`CARRIED` and the adapter's name, and the prompt if it is no longer the one ``given``."""
+    logprobs = adapter.rank.get_logprobs(req)
+    state = {name: getattr(req, name) for name in (*CARRIED, *adapter.rank.CARRIED) if hasattr(req, name)}
+    names = (*LOGPROBS, *adapter.rank.FLAT_LOGPROBS)
     state |= {name: getattr(logprobs, name) for name in names if hasattr(logprobs, name)}
     if req.origin_input_ids is not given.input_ids:
         state["origin_input_ids"] = req.origin_input_ids
@@ -207,16 +221,16 @@ def count_sent_logprobs(req: Req, name: str, length: int) -> int:
 
 def write_state(req: Req, output: array, state: dict[str, Any], times: dict[str, float]) -> None:
     """Write into a fresh ``req`` what :func:`read_state` and :func:`read_times` have read from another."""
-    tokens, late = adapter.requests.make_tokens(output), adapter.requests.LATE
-    names = (*LOGPROBS, *adapter.requests.FLAT_LOGPROBS)
+    tokens, late = adapter.rank.make_tokens(output), adapter.rank.LATE
+    names = (*LOGPROBS, *adapter.rank.FLAT_LOGPROBS)
     logprobs, state = (
         {name: state[name] for name in names if name in state},
         {name: value for name, value in state.items() if name not in names},
     )
-    assign_many(adapter.requests.get_logprobs(req), logprobs, late)
+    assign_many(adapter.rank.get_logprobs(req), logprobs, late)
     assign_many(req, state | {"output_ids": tokens}, late)
     assign_many(req.time_stats, times)
     if req.surr_offset is not None:
         # SGLang keeps this list beside its parts; rebuilt instead of sent twice.
-        begin = adapter.requests.make_tokens(req.origin_input_ids_unpadded[req.surr_offset :])
+        begin = adapter.rank.make_tokens(req.origin_input_ids_unpadded[req.surr_offset :])
         req.surr_and_decode_ids = begin + tokens[: req.cur_decode_ids_len]

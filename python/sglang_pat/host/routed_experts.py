@@ -29,7 +29,7 @@ from sglang_pat.switch.plan import GroupPlan, LiveRequest, list_slots_once, matc
 if TYPE_CHECKING:
     from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer as StockTable
 else:
-    StockTable = adapter.routed_experts.StockTable
+    StockTable = adapter.rank.StockExpertsTable
 
 
 class RoutedExperts(StockTable):
@@ -51,7 +51,7 @@ class RoutedExperts(StockTable):
 
     def __init__(self, model_config: Any, *, slots: int, step: int, device: str, group: dist.ProcessGroup) -> None:
         # Of SGLang's own table nothing: it would be pinned, for one layout, and of int32.
-        with adapter.routed_experts.skip_table():
+        with adapter.rank.skip_experts_table():
             super().__init__(model_config, 0, step, num_fused_shared_experts=0, device=device)
         self._dtype = torch.uint8 if model_config.hf_text_config.num_experts <= 256 else torch.int16
         self._shape = slots, self.num_layers, self.topk_size

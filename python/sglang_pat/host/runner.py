@@ -37,6 +37,9 @@ from sglang_pat.switch.plan import compute_kv_head_range
 class RankParts:
     """What a rank's model runner has beside SGLang's; the adapter's ``AdaptiveModelRunner`` is made of it.
 
+    Its groups come from a pool over all N ranks.  Life cycle: constructed in the base layout; ``rank/layouts.py`` then
+    points its model, sampler, attention backend, graphs and KV pool at those of the layout in force.
+
     Attributes:
         adaptive: what the settings say; ``rank``: number in the engine; ``groups``: the process groups of all layouts.
     """
@@ -215,9 +218,9 @@ def read_parts(runner: Any) -> LayoutParts:
         model=runner.model,
         sampler=runner.sampler,
         attn_backend=runner.attn_backend,
-        graph_runner=getattr(runner, adapter.runner.GRAPHS),
+        graph_runner=getattr(runner, adapter.rank.GRAPHS),
         kv_pool=runner.token_to_kv_pool,
-        allocator=adapter.kv.copy_allocator(runner.token_to_kv_pool_allocator),
+        allocator=adapter.rank.copy_allocator(runner.token_to_kv_pool_allocator),
     )
 
 
@@ -235,7 +238,7 @@ def build_parts(
     Args:
         graph_sizes: sizes of the batches that get CUDA graphs; empty for none.
     """
-    assign(runner, model=model, sampler=create_sampler(), token_to_kv_pool=pool, **{adapter.runner.GRAPHS: None})
+    assign(runner, model=model, sampler=create_sampler(), token_to_kv_pool=pool, **{adapter.rank.GRAPHS: None})
     adapter.runner.set_allocator(runner, allocator)
     adapter.runner.init_backend(runner)
     if graph_sizes:
@@ -251,6 +254,6 @@ def install_parts(worker: Any, runner: Any, parts: LayoutParts) -> None:
         sampler=parts.sampler,
         attn_backend=parts.attn_backend,
         token_to_kv_pool=parts.kv_pool,
-        **{adapter.runner.GRAPHS: parts.graph_runner},
+        **{adapter.rank.GRAPHS: parts.graph_runner},
     )
     adapter.runner.set_pool(worker, runner, parts.allocator)

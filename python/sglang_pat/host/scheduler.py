@@ -1,11 +1,11 @@
 """SGLang's scheduler on a rank of the adaptive engine.
 
-It stays SGLang's scheduler of one replica, with faults mended (``mended_scheduler.py``).  What is added: its lines
-to the coordinator, the handlers of ``Prepare``/``Compile``/``Switch``/``Cancel``, load reports, and
-:meth:`AdaptiveScheduler.enter_layout`, which makes it the scheduler of another TP group.
+It stays SGLang's scheduler of one replica, with faults mended.  What is added: its lines to the coordinator, the
+handlers of ``Prepare``/``Compile``/``Switch``/``Cancel``, load reports, and :meth:`AdaptiveScheduler.enter_layout`,
+which makes it the scheduler of another TP group.
 
-Where SGLang's own steps are hooked in one version only is in the adapter's ``scheduler.py``.  What the methods do is in
-the modules that they call.
+Where SGLang's own steps are hooked or mended in one version only is in the adapter's ``scheduler.py``.  What the
+methods do is in the modules that they call.
 """
 
 from __future__ import annotations

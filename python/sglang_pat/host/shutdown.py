@@ -53,7 +53,7 @@ class ShutdownSignalHandler(SignalHandler):
             # Not its stop(): that takes a lock, which this very thread may hold where the signal found it.
             manager._subprocess_watchdog.over = True
         try:
-            adapter.shutdown.dump_requests(manager)
+            adapter.tokenizer.dump_requests(manager)
         finally:
             _end_all()
 

@@ -19,7 +19,7 @@ from sglang_pat.host.requests import count_prompt, count_tokens, get_tokens
 
 def keeps_kv(scheduler: SglangScheduler) -> bool:
     """Whether there is a tree that keeps anything (``--disable-radix-cache``)."""
-    return adapter.tree.has_tree(scheduler) and not scheduler.tree_cache.disable
+    return adapter.rank.has_tree(scheduler) and not scheduler.tree_cache.disable
 
 
 def get_root(scheduler: SglangScheduler) -> Any | None:
@@ -31,8 +31,8 @@ def find_kv(scheduler: SglangScheduler, req: Req) -> torch.Tensor:
     """Slots of the first tokens of ``req`` that the tree has, but for the last token, ``[tokens]``."""
     if not keeps_kv(scheduler) or not count_kept(scheduler, req):
         return torch.empty(0, dtype=torch.int64)
-    tree, key = scheduler.tree_cache, adapter.tree.make_key(req, get_tokens(req)[:-1])
-    return adapter.tree.read_slots(tree, tree.match_prefix(MatchPrefixParams(key=key)))
+    tree, key = scheduler.tree_cache, adapter.rank.make_key(req, get_tokens(req)[:-1])
+    return adapter.rank.read_slots(tree, tree.match_prefix(MatchPrefixParams(key=key)))
 
 
 def count_kept(scheduler: SglangScheduler, req: Req) -> int:
@@ -53,17 +53,17 @@ def leave_kv(scheduler: SglangScheduler, req: Req, slots: np.ndarray) -> tuple[i
         The number of its first tokens that the tree has had elsewhere, the slots of all now, and the last node.
     """
     tree: BasePrefixCache = scheduler.tree_cache
-    key = adapter.tree.make_key(req, get_tokens(req)[: len(slots)])
+    key = adapter.rank.make_key(req, get_tokens(req)[: len(slots)])
     given = InsertParams(key=key, value=torch.from_numpy(slots), priority=getattr(req, "priority", 0) or 0)
     known = tree.insert(given).prefix_len
     match = tree.match_prefix(MatchPrefixParams(key=key))
-    return known, adapter.tree.read_slots(tree, match).numpy(), match.last_device_node
+    return known, adapter.rank.read_slots(tree, match).numpy(), match.last_device_node
 
 
 def hold_kv(scheduler: SglangScheduler, req: Req, node: Any, protected: int) -> None:
     """Keep what is in the tree up to ``node`` for ``req``, of whose tokens the tree has the first ``protected``."""
     assign(req, last_node=node, last_host_node=None, best_match_node=None)
-    adapter.tree.hold(scheduler.tree_cache, req, node, protected)
+    adapter.rank.hold(scheduler.tree_cache, req, node, protected)
 
 
 def map_slots(scheduler: SglangScheduler, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -86,7 +86,7 @@ def inject(scheduler: SglangScheduler, prompts: list[list[int]]) -> None:
     tokens (a mixture's time depends on how many experts they choose).  Prompts that do not fit beside the live
     requests are left out, and so are all where the tree keeps nothing (``--disable-radix-cache``).
     """
-    if not adapter.tree.has_tree(scheduler):
+    if not adapter.rank.has_tree(scheduler):
         return
     tree = scheduler.tree_cache
     allocator = tree.token_to_kv_pool_allocator
@@ -95,5 +95,5 @@ def inject(scheduler: SglangScheduler, prompts: list[list[int]]) -> None:
         slots = allocator.alloc(len(ids))
         if slots is None:
             return
-        known = tree.insert(InsertParams(key=adapter.tree.make_key(None, ids), value=slots)).prefix_len
+        known = tree.insert(InsertParams(key=adapter.rank.make_key(None, ids), value=slots)).prefix_len
         allocator.free(slots[:known])

@@ -151,8 +151,8 @@ def _advance(scheduler: SglangScheduler, batch: ScheduleBatch, right: Sequence[i
         seq_lens_cpu=batch.seq_lens_cpu + torch.tensor(right, dtype=torch.int64),
         orig_seq_lens=batch.orig_seq_lens + more.to(batch.orig_seq_lens.dtype),
     )
-    adapter.batches.add_attended(batch, sum(right))
-    adapter.batches.set_last_tokens(scheduler, batch, tokens)
+    adapter.rank.add_attended(batch, sum(right))
+    adapter.rank.set_last_tokens(scheduler, batch, tokens)
 
 
 def process(scheduler: SglangScheduler, checked: Checked, process_step: Callable[[ScheduleBatch, Any], None]) -> None:

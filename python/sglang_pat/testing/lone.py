@@ -39,7 +39,7 @@ class LoneRank:
     """Builder of the models that a rank has in each layout, one in a process: SGLang's groups are global."""
 
     def __init__(self, server_args: ServerArgs) -> None:
-        adapter.lone.publish_arguments(server_args)
+        adapter.rank.publish_arguments(server_args)
         self.config = ModelConfig.from_server_args(server_args)
         if not dist.is_initialized():
             store = Path(tempfile.mkdtemp()) / "store"
@@ -48,7 +48,7 @@ class LoneRank:
             )
         self._single = init_model_parallel_group([[0]], 0, "gloo", group_name="single")
         self.install(1, 0)
-        adapter.lone.init_layers(server_args, self.config)
+        adapter.rank.init_layers(server_args, self.config)
 
     def install(self, tp: int, tp_rank: int) -> None:
         """Be TP rank ``tp_rank`` of degree ``tp``."""

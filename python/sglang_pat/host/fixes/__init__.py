@@ -1,6 +1,6 @@
 """Mends of SGLang: each module goes when SGLang is mended, and names the report.
 
 What one version of SGLang alone needs is in its folder beside this one.  Base classes of ours switch all on:
-``MendedScheduler`` and ``WholeUpdatesTpModelWorker`` of these folders, :class:`.grammars.MendedModelRunner`,
+``RankScheduler`` and ``AdaptiveTpModelWorker`` of these folders, :class:`.grammars.MendedModelRunner`,
 :class:`.pauses.PausingTokenizerManager`; what checks a request is called by ``host/tokenizer.py``.
 """

@@ -47,7 +47,7 @@ class GuardedGrammar:
 def guard(info: SamplingBatchInfo) -> None:
     """Put a :class:`GuardedGrammar` before every grammar of the batch, for one step."""
     if info.grammars:
-        put = adapter.grammars.guard_grammar
+        put = adapter.sampling.guard_grammar
         assign(info, grammars=[put(grammar) if grammar else grammar for grammar in info.grammars])
 
 

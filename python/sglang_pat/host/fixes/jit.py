@@ -18,7 +18,7 @@ def find_jit_problem() -> str | None:
     Needs CUDA.  Takes some ten seconds where it was not compiled before.
     """
     try:
-        adapter.jit.silu_and_mul(torch.zeros(1, 64, dtype=torch.bfloat16, device="cuda"))
+        adapter.kernels.silu_and_mul(torch.zeros(1, 64, dtype=torch.bfloat16, device="cuda"))
         torch.cuda.synchronize()
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -25,7 +25,7 @@ def drop_scores_without_tokens(reqs: list[Req]) -> None:
     """Drop the logprobs of requests that ask for no token: beside others that do, SGLang draws one and keeps its."""
     for req in reqs:
         if req.finished_len == 0 and req.return_logprob:
-            assign(adapter.requests.get_logprobs(req), output_token_logprobs_val=[], output_token_logprobs_idx=[])
+            assign(adapter.rank.get_logprobs(req), output_token_logprobs_val=[], output_token_logprobs_idx=[])
 
 
 def abort(abort: AbortReq, req: Req) -> None:
@@ -44,6 +44,27 @@ def read_experts(req: Req, pool: ReqToTokenPool) -> torch.Tensor | None:
         return None
     start = min(req.routed_experts_start_len, req.seqlen - 1)
     return capturer.host_cache.buffer[pool.req_to_token[kv.get_line(req)][start : req.seqlen - 1].cpu()]
+
+
+def keep_experts() -> None:
+    """Let requests that are retracted take the experts of their tokens along.
+
+    SGLang forgets them with their KV: when such a request is aborted before it has KV again, its answer has none.
+    """
+    owner = adapter.rank.RELEASER
+    release = owner.release_req
+    if hasattr(release, "pat_mended"):
+        return
+
+    def release_req(*args: Any, **named: Any) -> Any:
+        req, pool = adapter.rank.find_released(*args, **named)
+        kept = read_experts(req, pool)
+        found = release(*args, **named)
+        req.pat_experts = kept
+        return found
+
+    release_req.pat_mended = True
+    assign(owner, release_req=release_req)
 
 
 def collect_experts(req: Req, slots: torch.Tensor) -> None:

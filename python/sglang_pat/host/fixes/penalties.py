@@ -37,7 +37,7 @@ class OrderedPenalties(_StockPenalties):
 
     def __init__(self, vocab_size: int, batch: ScheduleBatch, penalizers: set[type]) -> None:
         ordered = sorted(penalizers, key=lambda kind: kind.__name__)
-        super().__init__(vocab_size, batch, [adapter.penalties.AT_ONCE.get(kind, kind) for kind in ordered])
+        super().__init__(vocab_size, batch, [adapter.sampling.AT_ONCE.get(kind, kind) for kind in ordered])
 
     def cumulate_output_tokens(self, output_ids: torch.Tensor) -> None:
         batch = self.batch
@@ -73,7 +73,7 @@ def make_sampling_info(batch: ScheduleBatch, decode: bool) -> SamplingBatchInfo:
     SGLang counts output tokens step by step, so a batch built from running requests would start
     at zero (its own retraction has this gap too).  ``decode``: the batch is about to decode.
     """
-    info = adapter.penalties.make_sampling_info(batch)
+    info = adapter.sampling.make_sampling_info(batch)
     if info.penalizer_orchestrator.is_required:
         # Tokens are read where they count: min_new_tokens of one request makes this run for all.
         histories = [

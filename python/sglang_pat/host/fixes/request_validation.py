@@ -109,7 +109,7 @@ def check_sampling_params(given: Any) -> dict[str, Any]:
         plain["max_new_tokens"] = min(limit, INT32)  # SGLang lowers it to what there is room for
     if isinstance(ids := plain.get("stop_token_ids"), list | tuple | set):
         plain["stop_token_ids"] = [token for token in ids if token is not None]
-    taken = adapter.request_validation.take_params(plain)
+    taken = adapter.tokenizer.take_params(plain)
     try:
         typed = msgspec.convert(plain, Sampling, strict=False)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -276,7 +276,7 @@ def check_tokenized(req: TokenizedGenerateReqInput, vocab: int, tokenizer: Any, 
         raise ValueError(f"session_params.id is {req.session_params.id!r}, must be a string")
     if req.return_routed_experts and not routed:
         raise ValueError("return_routed_experts: not without --enable-return-routed-experts; leave it out")
-    adapter.request_validation.check_tokenized(req)
+    adapter.tokenizer.check_tokenized(req)
     check_whole("routed_experts_start_len", req.routed_experts_start_len, 0, len(req.input_ids))
     if req.return_indexer_topk:
         raise ValueError("return_indexer_topk: the model has no indexer; leave it out")

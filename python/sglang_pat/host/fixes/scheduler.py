@@ -1,7 +1,7 @@
 """SGLang's scheduler with its faults mended: what both versions need of the base class of ours (``host/scheduler.py``).
 
 Each part says what SGLang's does instead, and where that is reported (``docs/upstream/`` for what had no report).  The
-whole class is ``MendedScheduler`` of the adapter's ``mended_scheduler``.
+whole class is ``RankScheduler`` of the adapter's ``scheduler``.
 
 Upstream: https://github.com/sgl-project/sglang/pull/24123 (memory that is released while requests run)
 """
@@ -19,7 +19,7 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils.watchdog import WatchdogRaw
 
 from sglang_pat.dropped import FATAL, Dropped, IsolatingDispatcher, ReadableSocket
-from sglang_pat.host import adapter, loop, tree
+from sglang_pat.host import loop, tree
 from sglang_pat.host.assign import assign
 from sglang_pat.host.controls import make_error_reply
 from sglang_pat.host.fixes import float32, grammars, outputs, penalties, stop_patterns
@@ -36,7 +36,7 @@ class PartlyMendedScheduler(Scheduler):
         float32.force_float32(args)
         penalties.fix_order()
         stop_patterns.install_bounded_tail()
-        adapter.outputs.keep_routed_experts()
+        outputs.keep_experts()
         super().__init__(**kwargs)
 
     # -- messages that cannot be read or handled (docs/upstream/one_bad_message.md) ---------------------

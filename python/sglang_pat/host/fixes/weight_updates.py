@@ -274,7 +274,7 @@ class Receiver:
 class ExpectingTpModelWorker(TpModelWorker):
     """SGLang's ``TpModelWorker``, of which all ranks of the engine take all tensors of a request, or none does.
 
-    The whole class is ``WholeUpdatesTpModelWorker`` of the adapter's ``weight_updates``.
+    The whole class is ``AdaptiveTpModelWorker`` of the adapter's ``runner``.
 
     Attributes:
         rank: number in the engine; what a request has for this rank stands at this place.
@@ -315,7 +315,7 @@ class ExpectingTpModelWorker(TpModelWorker):
         tensors = MultiprocessingSerializer.deserialize(items[self.rank])
         if recv_req.load_format == "flattened_bucket":
             return tensors
-        local = adapter.weight_updates.LocalSerializedTensor
+        local = adapter.runner.LocalSerializedTensor
         return [(name, tensor.get(self.rank) if isinstance(tensor, local) else tensor) for name, tensor in tensors]
 
     @contextmanager

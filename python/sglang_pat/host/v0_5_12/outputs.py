@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.server_args import ServerArgs
 
 from sglang_pat.host.assign import assign
-from sglang_pat.host.fixes.outputs import read_experts
 
 
 def group_by_outputs(reqs: list[Req]) -> list[list[Req]]:
@@ -33,25 +31,6 @@ def group_by_outputs(reqs: list[Req]) -> list[list[Req]]:
         asked = req.return_hidden_states, req.return_routed_experts, *(req.customized_info or ())
         parts.setdefault(asked, []).append(req)
     return list(parts.values())
-
-
-def keep_routed_experts() -> None:
-    """Let requests that are retracted take the experts of their tokens along.
-
-    SGLang forgets them with their KV: when such a request is aborted before it has KV again, its answer has none.
-    """
-    release = ScheduleBatch.release_req
-    if hasattr(release, "pat_mended"):
-        return
-
-    def release_req(batch: ScheduleBatch, idx: int, remaing_req_count: int, server_args: ServerArgs) -> None:
-        req = batch.reqs[idx]
-        kept = read_experts(req, batch.req_to_token_pool)
-        release(batch, idx, remaing_req_count, server_args)
-        req.pat_experts = kept
-
-    release_req.pat_mended = True
-    assign(ScheduleBatch, release_req=release_req)
 
 
 class OwnRows:

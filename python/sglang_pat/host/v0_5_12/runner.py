@@ -9,18 +9,22 @@ from typing import Any
 import torch.distributed as dist
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.dp_attention import initialize_dp_attention
+from sglang.srt.managers.io_struct import (
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.model_runner import LocalSerializedTensor, ModelRunner
 from sglang.srt.utils import get_available_gpu_memory
 
 from sglang_pat.host import runner
 from sglang_pat.host.arguments import AdaptiveServerArgs
-from sglang_pat.host.assign import assign
+from sglang_pat.host.assign import assign, assigned
 from sglang_pat.host.fixes.grammars import MendedModelRunner
-from sglang_pat.host.v0_5_12.weight_updates import WholeUpdatesTpModelWorker
+from sglang_pat.host.fixes.weight_updates import ExpectingTpModelWorker
 
-GRAPHS = "graph_runner"
-"""Attribute of the model runner with the decode graphs."""
+__all__ = ["LocalSerializedTensor"]
 
 RESOURCE_MAKERS = (
     (dist, "new_group"),
@@ -32,11 +36,7 @@ RESOURCE_MAKERS = (
 
 
 class AdaptiveModelRunner(runner.RankParts, MendedModelRunner):
-    """A ``ModelRunner`` whose groups come from a pool over all N ranks.
-
-    Life cycle: constructed in the base layout; ``sglang_pat.rank.layouts`` then points its
-    model, sampler, attention backend, graphs and KV pool at those of the layout in force.
-    """
+    """A ``ModelRunner`` with :class:`~sglang_pat.host.runner.RankParts`."""
 
     def __init__(self, *, server_args: AdaptiveServerArgs, rank: int, folder: Path, **kwargs) -> None:
         self.adaptive = server_args.spec.config
@@ -72,7 +72,7 @@ class AdaptiveModelRunner(runner.RankParts, MendedModelRunner):
         )
 
 
-class AdaptiveTpModelWorker(WholeUpdatesTpModelWorker):
+class AdaptiveTpModelWorker(ExpectingTpModelWorker):
     """A ``TpModelWorker`` around an :class:`AdaptiveModelRunner`."""
 
     def __init__(self, *, rank: int, folder: Path, **kwargs) -> None:
@@ -104,6 +104,28 @@ class AdaptiveTpModelWorker(WholeUpdatesTpModelWorker):
             memory_pool_config=self.memory_pool_config,
         )
 
+    # -- updates, of which all ranks of the engine take all tensors, or none does ----------------------
+
+    def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> tuple[bool, str]:
+        """Update as SGLang does, on all ranks together."""
+        tensors, problem = self.open_together(recv_req)
+        if problem is not None:
+            return False, problem
+        return self.model_runner.update_weights_from_tensor(tensors, recv_req.load_format)
+
+    def update_weights_from_distributed(self, recv_req: UpdateWeightsFromDistributedReqInput) -> tuple[bool, str]:
+        """Update as SGLang does; what does not fit is received all the same, since its sender waits for us."""
+        with self.use_receiver() as received:
+            received.check_lengths(recv_req.names, recv_req.shapes)
+            success, message = super().update_weights_from_distributed(recv_req)
+        return success, received.describe(success, message)
+
+    def update_weights_from_ipc(self, recv_req: UpdateWeightsFromIPCReqInput) -> tuple[bool, str]:
+        """Update as SGLang does; nothing is loaded from the first bucket on that does not fit."""
+        with self.use_receiver() as received:
+            success, message = super().update_weights_from_ipc(recv_req)
+        return success, message if success else received.problem or message
+
 
 def init_backend(model_runner: Any) -> None:
     """Make the attention backend for the runner's model and pool."""
@@ -112,13 +134,8 @@ def init_backend(model_runner: Any) -> None:
 
 def capture(model_runner: Any, sizes: Sequence[int]) -> None:
     """Capture decode graphs of batches of these ``sizes``."""
-    args = model_runner.server_args
-    saved = args.cuda_graph_bs
-    assign(args, cuda_graph_bs=list(sizes))  # SGLang adds to it
-    try:
+    with assigned(model_runner.server_args, cuda_graph_bs=list(sizes)):  # SGLang adds to it
         model_runner.init_device_graphs()
-    finally:
-        assign(args, cuda_graph_bs=saved)
 
 
 def set_allocator(model_runner: Any, allocator: Any) -> None:

@@ -16,9 +16,6 @@ from sglang_pat.host.assign import assign
 OFFLOADER = "create_offloader_from_server_args"
 """Function of the module ``model_runner`` that makes the offloader of a rank."""
 
-GRAPHS = "graph_runner"
-"""Attribute of the model runner with the decode graphs."""
-
 TOUCH_WEIGHTS = (
     (
         ModelRunner,

@@ -7,6 +7,8 @@ from typing import Any
 
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
+from sglang_pat.host.assign import Overlaid
+
 
 class StockTokenizerManager(TokenizerManager):
     """SGLang's ``TokenizerManager``, with a mend that only this version needs."""
@@ -18,7 +20,7 @@ class StockTokenizerManager(TokenizerManager):
         and SGLang would look in vain for its state.
         """
         rid: Any = obj.rid
-        waits: Any = _Knowing(self, {rid: self.rid_to_state[rid]})
+        waits: Any = Overlaid(self, rid_to_state={rid: self.rid_to_state[rid]})
         return TokenizerManager._wait_one_response(waits, obj, request)
 
     async def pat_update_in_session(
@@ -28,21 +30,26 @@ class StockTokenizerManager(TokenizerManager):
         return await update(obj, request)
 
 
-class _Knowing:
-    """A manager that knows of these requests only."""
-
-    def __init__(self, manager: TokenizerManager, rid_to_state: dict[str, Any]) -> None:
-        self._manager = manager
-        self.rid_to_state = rid_to_state
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._manager, name)
-
-
 def send_nothing() -> None:
     """What SGLang's methods that send a request return where none is sent."""
 
 
 def get_weight_version(manager: TokenizerManager) -> str:
-    """The version that clients have given to the weights in force."""
     return manager.server_args.weight_version
+
+
+def dump_requests(manager: Any) -> None:
+    """Write the requests of ``--crash-dump-folder``."""
+    manager.dump_requests_before_crash()
+
+
+# -- checks of a request's fields that only this version has -----------------------------------------------------------
+
+
+def check_tokenized(req: Any) -> None:
+    """Raise ValueError for what the ranks would not survive, or a switch not carry over."""
+
+
+def take_params(params: dict[str, Any]) -> dict[str, Any]:
+    """Take from sampling parameters those that only this version has, and return those that SGLang needs."""
+    return {}

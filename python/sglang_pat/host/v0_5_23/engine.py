@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.entrypoints.engine import SchedulerInitResult
-from sglang.srt.server_args import PortArgs
+from sglang.srt.server_args import PortArgs, ServerArgs
 
 from sglang_pat.host.arguments import AdaptiveServerArgs
-from sglang_pat.host.assign import assigned
+from sglang_pat.host.assign import Overlaid, assign, assigned
 
 
 def make_ports(identity: str, **addresses: Any) -> PortArgs:
@@ -30,16 +31,41 @@ def warm_up(args: AdaptiveServerArgs, replicas: int) -> bool:
     """Warm up as SGLang's server does, with a request for each replica."""
     from sglang.srt.entrypoints import http_server
 
-    parallel = _Parallel(http_server.get_parallel(), replicas)
+    parallel = Overlaid(http_server.get_parallel(), num_dp_ranks=replicas)
     with assigned(http_server, get_parallel=lambda: parallel):
         return http_server._execute_server_warmup(args)
 
 
-class _Parallel:
-    """SGLang's parallel sizes with another number of replicas, which is how many requests its server warms up with."""
+# -- stock arguments that somebody else launches with ------------------------------------------------------------------
 
-    def __init__(self, inner: Any, replicas: int) -> None:
-        self._inner, self.num_dp_ranks = inner, replicas
+# They cannot become adaptive themselves: a record of SGLang's has no room for other fields, and stays as the user gave
+# it.
+_ADAPTIVE = "_pat_adaptive"
+"""Attribute of stock arguments: the adaptive ones."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+
+def patch(engine: Any, swap: Callable[[Callable], Callable]) -> None:
+    """Have SGLang's launch code decide about the adaptive arguments, and publish them, in place of the stock ones.
+
+    Args:
+        engine: SGLang's module with the launch code.
+        swap: makes of a function one that is given the adaptive arguments.
+    """
+    assign(engine, publish=swap(engine.publish), resolve_auto_parsers=swap(engine.resolve_auto_parsers))
+
+
+def find_adaptive(args: Any) -> AdaptiveServerArgs | None:
+    """The adaptive arguments that ``args`` are or that stand for them; None for any other object."""
+    if isinstance(args, AdaptiveServerArgs):
+        return args
+    return vars(args).get(_ADAPTIVE) if isinstance(args, ServerArgs) else None
+
+
+def become_adaptive(args: ServerArgs, adaptive: AdaptiveServerArgs) -> None:
+    """Have :func:`find_adaptive` find ``adaptive`` for stock arguments from now on."""
+    vars(args)[_ADAPTIVE] = adaptive
+
+
+def get_given_fields(args: ServerArgs) -> dict[str, Any]:
+    """The fields of ``args`` without what SGLang chose, which it would choose otherwise for another layout."""
+    return {field.name: getattr(args, field.name) for field in record_fields(type(args))}

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
 from sglang.srt.runtime_context import get_exec, get_schedule
 
 from sglang_pat.host import runner
-from sglang_pat.host.assign import assign
+from sglang_pat.host.assign import assign, assigned
 from sglang_pat.host.fixes.grammars import MendedModelRunner
-from sglang_pat.host.v0_5_23.weight_updates import WholeUpdatesTpModelWorker
+from sglang_pat.host.fixes.weight_updates import ExpectingTpModelWorker
 from sglang_pat.rank.groups import GroupPool
 
-GRAPHS = "decode_cuda_graph_runner"
-"""Attribute of the model runner with the decode graphs."""
+__all__ = ["LocalSerializedTensor"]
 
 RESOURCE_MAKERS = (
     (dist, "new_group"),
@@ -29,11 +31,7 @@ RESOURCE_MAKERS = (
 
 
 class AdaptiveModelRunner(runner.RankParts, MendedModelRunner):
-    """A ``ModelRunner`` whose groups come from a pool over all N ranks.
-
-    Life cycle: constructed in the base layout; ``sglang_pat.rank.layouts`` then points its
-    model, sampler, attention backend, graphs and KV pool at those of the layout in force.
-    """
+    """A ``ModelRunner`` with :class:`~sglang_pat.host.runner.RankParts`."""
 
     def __init__(self, *, server_args: Any, rank: int, groups: GroupPool, **kwargs) -> None:
         self.adaptive = server_args.spec.config
@@ -42,8 +40,10 @@ class AdaptiveModelRunner(runner.RankParts, MendedModelRunner):
         super().__init__(server_args=server_args, **kwargs)
 
 
-class AdaptiveTpModelWorker(WholeUpdatesTpModelWorker):
+class AdaptiveTpModelWorker(ExpectingTpModelWorker):
     """A ``TpModelWorker`` around an :class:`AdaptiveModelRunner`."""
+
+    _opened: Any = None
 
     def __init__(self, *, rank: int, groups: GroupPool, **kwargs) -> None:
         self.rank = rank
@@ -51,6 +51,9 @@ class AdaptiveTpModelWorker(WholeUpdatesTpModelWorker):
         super().__init__(**kwargs)
         groups.use_shared_memory_for_control()
         self.expect(runner.build_model(self.model_runner))
+        # Groups for updates have this rank by its number in the engine.
+        updater = dataclasses.replace(self.model_runner.weight_updater, tp_rank=rank)
+        assign(self.model_runner, weight_updater=updater)
 
     def _init_model_runner(self) -> None:
         self._model_runner = AdaptiveModelRunner(
@@ -64,6 +67,22 @@ class AdaptiveTpModelWorker(WholeUpdatesTpModelWorker):
             load_group=self.load_group,
         )
 
+    # -- updates, of which all ranks of the engine take all tensors, or none does ----------------------
+
+    def open(self, recv_req: UpdateWeightsFromTensorReqInput) -> str | None:
+        """Open what a request brought for this rank, for the next call of :meth:`deserialize_own_rank`.
+
+        Returns:
+            Why no rank takes it, in one line; None if all do.
+        """
+        self._opened, problem = self.open_together(recv_req)
+        return problem
+
+    def deserialize_own_rank(self, serialized_named_tensors: Any) -> Any:
+        # LoRA adapters, for which SGLang calls this too, are refused.
+        opened, self._opened = self._opened, None
+        return opened
+
 
 def init_backend(model_runner: Any) -> None:
     """Make the attention backend for the runner's model and pool."""
@@ -72,13 +91,8 @@ def init_backend(model_runner: Any) -> None:
 
 def capture(model_runner: Any, sizes: Sequence[int]) -> None:
     """Capture decode graphs of batches of these ``sizes``."""
-    decode = get_exec().graph.cuda_graph_config.decode
-    saved = decode.bs
-    assign(decode, bs=list(sizes))
-    try:
+    with assigned(get_exec().graph.cuda_graph_config.decode, bs=list(sizes)):
         model_runner.init_decode_cuda_graph()
-    finally:
-        assign(decode, bs=saved)
 
 
 def set_allocator(model_runner: Any, allocator: Any) -> None:

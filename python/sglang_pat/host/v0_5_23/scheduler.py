@@ -1,4 +1,4 @@
-"""Where SGLang's scheduler is hooked: in its own methods, and in its components.
+"""Where SGLang's scheduler is hooked, and its faults mended: in its own methods, and in its components.
 
 Components keep sockets and allocator for good.  So a rank's senders and its allocator stay, too, and say in each layout
 what they are there.
@@ -13,41 +13,36 @@ from typing import Any
 import zmq
 from sglang.srt.distributed import bootstrap
 from sglang.srt.layers.dp_attention import initialize_dp_attention
+from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import NextBatchPlan, Req, ScheduleBatch
+from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 from sglang.srt.observability.metrics_collector import SchedulerStats
 from sglang.srt.runtime_context import get_device, get_exec, get_observability, get_parallel
 from sglang.srt.server_args import PortArgs
 
 from sglang_pat.config import AdaptiveConfig
+from sglang_pat.host import loop, runner
 from sglang_pat.host import requests as host
-from sglang_pat.host import runner
 from sglang_pat.host.assign import assign, assigned
 from sglang_pat.host.batches import PROCESSED
+from sglang_pat.host.fixes.scheduler import PartlyMendedScheduler
 from sglang_pat.host.outputs import ControlSender, RpcRelay
-from sglang_pat.host.v0_5_23 import profiler
-from sglang_pat.host.v0_5_23.mended_scheduler import MendedScheduler
+from sglang_pat.host.v0_5_23.components import (
+    LeaderSender,
+    MendedOutputStreamer,
+    MendedResultProcessor,
+    MendedWeightUpdater,
+    RankProfiler,
+    remake,
+)
 from sglang_pat.host.v0_5_23.runner import AdaptiveTpModelWorker
+from sglang_pat.host.v0_5_23.sampling import RebuildingGrammarManager
 from sglang_pat.rank.channels import RankChannel
 from sglang_pat.rank.speculation import Speculation
 from sglang_pat.switch.order import OutputSender
 
 
-class LeaderSender:
-    """A sender that components keep for good, which sends while this rank leads a group.
-
-    Args:
-        sender: the sender of a leader.
-    """
-
-    def __init__(self, sender: Any) -> None:
-        self._sender, self.leads = sender, True
-
-    def send_output(self, output: Any, recv_obj: Any = None) -> None:
-        if self.leads:
-            self._sender.send_output(output, recv_obj)
-
-
-class RankScheduler(MendedScheduler):
+class RankScheduler(PartlyMendedScheduler):
     """SGLang's scheduler, mended, which calls what ``AdaptiveScheduler`` adds."""
 
     adaptive: AdaptiveConfig
@@ -107,17 +102,79 @@ class RankScheduler(MendedScheduler):
 
     def init_profiler(self) -> None:
         super().init_profiler()
-        assign(self, profiler_manager=profiler.make(self.profiler_manager, self.groups, self.rank))
+        profiler = remake(self.profiler_manager, RankProfiler)
+        profiler.rank = self.rank
+        # It stops without SGLang's barrier: ranks of a group may have come together in the middle of a profile.
+        assign(profiler, dp_tp_cpu_group=self.groups.get_single_group().cpu_group)
+        assign(self, profiler_manager=profiler)
 
-    # -- steps -------------------------------------------------------------------------------------
+    def get_output_streamer_class(self) -> type[SchedulerOutputStreamer]:
+        return MendedOutputStreamer
+
+    def init_output_streamer(self) -> None:
+        super().init_output_streamer()
+        assert isinstance(self.output_streamer, MendedOutputStreamer), "this is the class given"
+        self.output_streamer.scheduler = self
+
+    def init_batch_result_processor(self) -> None:
+        super().init_batch_result_processor()
+        self.batch_result_processor = remake(self.batch_result_processor, MendedResultProcessor)
+
+    def init_weight_updater(self) -> None:
+        super().init_weight_updater()
+        self.weight_updater = remake(self.weight_updater, MendedWeightUpdater)
+
+    def init_grammar_manager(self) -> None:
+        self.grammar_manager = RebuildingGrammarManager(self)
+
+    # -- pauses (docs/upstream/watchdog_in_a_pause.md) --------------------------------------------------
+
+    def init_soft_watchdog(self) -> None:
+        super().init_soft_watchdog()
+        if (watchdog := getattr(self, "soft_watchdog", None)) is not None:
+            self.count_paused_turns(watchdog)
 
     def ingest_requests(self, stop_at_pause: bool = False) -> list[Any]:
         self.begin_turn()
+        self._paused_turns += self._engine_paused
         return super().ingest_requests(stop_at_pause)
+
+    def flush_cache(self, empty_cache: bool = True) -> bool:
+        loop.drop_ended_batch(self)
+        # SGLang lets requests wait that a pause has retracted, but for those that wait for their grammar.
+        queued, compiling = self.waiting_queue, self.grammar_manager.grammar_queue
+        if self._engine_paused:
+            loop.set_waiting(self, queued, [])
+        try:
+            return super().flush_cache(empty_cache)
+        finally:
+            loop.set_waiting(self, queued, compiling)
+
+    # -- aborts ------------------------------------------------------------------------------------
+
+    def abort_request(self, recv_req: AbortReq) -> None:
+        running, waiting = loop.list_requests(self)
+        with self.hide_others(recv_req, [*running, *waiting, *self.collect_inflight_reqs()]):
+            super().abort_request(recv_req)
+
+    def send_abort_output(self, abort_req: AbortReq, req: Req) -> None:
+        if req.output_ids:
+            self.end_waiting(abort_req, req)
+        else:
+            super().send_abort_output(abort_req, req)
+
+    def end_waiting(self, abort: AbortReq, req: Req) -> None:
+        """End ``req``, which waits with tokens and is aborted."""
+        self.prepare_end(abort, req)
+        self.output_streamer.stream_output([req], req.return_logprob)
+
+    # -- steps -------------------------------------------------------------------------------------
 
     def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> NextBatchPlan:
         with host.keep_piece_logprobs(self.waiting_queue):
-            return super().get_new_batch_prefill(running_batch)
+            plan = super().get_new_batch_prefill(running_batch)
+            self.remember_penalties(plan.batch_to_run)
+            return plan
 
     def get_next_batch_to_run(self, *args: Any, **named: Any) -> NextBatchPlan:
         self.speculation.settle()

@@ -20,9 +20,6 @@ from sglang_pat.host.v0_5_23 import arguments
 OFFLOADER = "create_offloader"
 """Function of the module ``model_runner`` that makes the offloader of a rank."""
 
-GRAPHS = "decode_cuda_graph_runner"
-"""Attribute of the model runner with the decode graphs."""
-
 TOUCH_WEIGHTS = (
     (
         WeightUpdater,

@@ -1,4 +1,6 @@
-"""Sampling state of a batch in one copy to the device; SGLang makes one for each request.
+"""Sampling state of a batch: in one copy to the device, where SGLang makes one for each request; and grammars.
+
+SGLang's llguidance keeps one mask, and fills it row by row.
 
 Upstream: https://github.com/sgl-project/sglang/issues/31378 (``min_new_tokens`` and the ends of the generation config),
 ``docs/upstream/ends_of_generation_config.md`` and ``docs/upstream/penalties.md``
@@ -8,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
-from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pat.host.assign import assign
+from sglang_pat.host.fixes.grammars import GuardedGrammar
 from sglang_pat.switch.transfer import upload
 
 
@@ -63,3 +68,28 @@ def _make_logit_bias(biases: Sequence[Mapping[str, float] | None], vocab: int, d
     found = torch.zeros((len(rows), vocab), dtype=torch.float32, device=device)
     found.view(-1)[upload(place, torch.int64, device)] = upload(values, torch.float32, device)
     return found
+
+
+# -- grammars ----------------------------------------------------------------------------------------------------------
+
+
+def get_ebnf_kind(params: SamplingParams) -> str:
+    """Kind of a grammar in EBNF, as SGLang's cache has it."""
+    return "ebnf"
+
+
+def guard_grammar(grammar: Any) -> GuardedGrammar:
+    """A guard in front of ``grammar``, for one step."""
+    return GuardedGrammar(grammar)
+
+
+def forget_masks(reqs: list[Req]) -> None:
+    """Have the grammars of ``reqs`` make their vocabulary masks anew in the next step (docs/upstream/grammars.md).
+
+    SGLang's llguidance backend (our choice on a CPU) keeps one mask from step to step and fills the
+    rows of constrained requests only: once rows move up, a free request would inherit another's mask.
+    """
+    for req in reqs:
+        grammar = getattr(req.grammar, "grammar", req.grammar)  # what a reasoning wrapper holds
+        if getattr(grammar, "bitmask", None) is not None:
+            assign(grammar, bitmask=None)

@@ -1,4 +1,7 @@
-"""Grammars: SGLang makes a mask for each step, and fills the rows of a batch at once."""
+"""Sampling state of a batch, which SGLang copies to the device at once, with all ends of a response; and grammars.
+
+SGLang makes a mask for each step, and fills the rows of a batch at once.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,22 @@ from typing import Any
 from sglang.srt.constrained.base_grammar_backend import GrammarRow
 from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pat.host.fixes.grammars import GuardedGrammar
+
+AT_ONCE: dict[type, type] = {}
+"""SGLang's penalizers, and those in their place: ``BatchedMinNewTokensPenalizer`` makes one copy by itself."""
+
+
+def make_sampling_info(batch: ScheduleBatch) -> SamplingBatchInfo:
+    """SGLang's sampling state of ``batch``."""
+    return SamplingBatchInfo.from_schedule_batch(batch, batch.model_config.vocab_size)
+
+
+# -- grammars ----------------------------------------------------------------------------------------------------------
 
 
 def get_ebnf_kind(params: SamplingParams) -> str:

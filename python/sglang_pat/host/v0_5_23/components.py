@@ -1,4 +1,4 @@
-"""SGLang's scheduler with its faults mended: what is in its components, and what SGLang 0.5.12 has in other methods."""
+"""Components of SGLang's scheduler: mended, and as a rank needs them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from sglang.srt.managers.io_struct import (
-    AbortReq,
+    ProfileReq,
+    ProfileReqOutput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightFromDiskReqOutput,
     UpdateWeightsFromDistributedReqInput,
@@ -14,29 +15,27 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
     UpdateWeightsFromTensorReqOutput,
 )
-from sglang.srt.managers.schedule_batch import NextBatchPlan, Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler_components import profiler_manager
 from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+from sglang.srt.managers.scheduler_components.profiler_manager import SchedulerProfilerManager
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_parallel
 
-from sglang_pat.host import loop
-from sglang_pat.host.assign import assign
+from sglang_pat.host.assign import Overlaid, assign, assigned
 from sglang_pat.host.fixes.outputs import drop_scores_without_tokens
-from sglang_pat.host.fixes.scheduler import PartlyMendedScheduler, refuse_unless_idle
+from sglang_pat.host.fixes.scheduler import refuse_unless_idle
 from sglang_pat.host.fixes.weight_updates import RECAPTURE_REFUSED
-from sglang_pat.host.v0_5_23.grammars import RebuildingGrammarManager
 
 
-def remake(component: Any, kind: type | None = None, **values: Any) -> Any:
-    """A component like ``component`` of SGLang's scheduler, but of the class ``kind`` and with other ``values``.
+def remake(component: Any, kind: type) -> Any:
+    """A component like ``component`` of SGLang's scheduler, but of the class ``kind``.
 
     What a component takes from the installed groups when it is made, it takes from those that are installed now.
-
-    Raises:
-        TypeError: the component has no such field; nothing is made.
     """
-    given = {field.name: getattr(component, field.name) for field in dataclasses.fields(component) if field.init}
-    return (kind or type(component))(**given | values)
+    return kind(**{field.name: getattr(component, field.name) for field in dataclasses.fields(component) if field.init})
 
 
 class MendedOutputStreamer(SchedulerOutputStreamer):
@@ -46,7 +45,7 @@ class MendedOutputStreamer(SchedulerOutputStreamer):
         scheduler: told of what goes out.
     """
 
-    scheduler: MendedScheduler
+    scheduler: Any
 
     def stream_output(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
         self.scheduler.record_outputs(reqs)
@@ -86,8 +85,8 @@ class MendedResultProcessor(SchedulerBatchResultProcessor):
 class MendedWeightUpdater(SchedulerWeightUpdaterManager):
     """SGLang's component that updates weights and releases memory; all ranks of the engine take an update, or none.
 
-    Its worker is a :class:`~sglang_pat.host.v0_5_23.weight_updates.WholeUpdatesTpModelWorker`.  An update outside a
-    session is SGLang's to refuse, which all ranks do alike.
+    Its worker is a :class:`~sglang_pat.host.v0_5_23.runner.AdaptiveTpModelWorker`.  An update outside a session is
+    SGLang's to refuse, which all ranks do alike.
     """
 
     def update_weights_from_disk(self, recv_req: UpdateWeightFromDiskReqInput) -> Any:
@@ -125,71 +124,38 @@ class MendedWeightUpdater(SchedulerWeightUpdaterManager):
         return answer
 
 
-class MendedScheduler(PartlyMendedScheduler):
-    """SGLang's ``Scheduler``, mended."""
+class LeaderSender:
+    """A sender that components keep for good, which sends while this rank leads a group.
 
-    # -- components ------------------------------------------------------------------------------------
+    Args:
+        sender: the sender of a leader.
+    """
 
-    def get_output_streamer_class(self) -> type[SchedulerOutputStreamer]:
-        return MendedOutputStreamer
+    def __init__(self, sender: Any) -> None:
+        self._sender, self.leads = sender, True
 
-    def init_output_streamer(self) -> None:
-        super().init_output_streamer()
-        assert isinstance(self.output_streamer, MendedOutputStreamer), "this is the class given"
-        self.output_streamer.scheduler = self
+    def send_output(self, output: Any, recv_obj: Any = None) -> None:
+        if self.leads:
+            self._sender.send_output(output, recv_obj)
 
-    def init_batch_result_processor(self) -> None:
-        super().init_batch_result_processor()
-        self.batch_result_processor = remake(self.batch_result_processor, MendedResultProcessor)
 
-    def init_weight_updater(self) -> None:
-        super().init_weight_updater()
-        self.weight_updater = remake(self.weight_updater, MendedWeightUpdater)
+class RankProfiler(SchedulerProfilerManager):
+    """SGLang's profiler, which names a trace by this rank's number in the engine.
 
-    def init_grammar_manager(self) -> None:
-        self.grammar_manager = RebuildingGrammarManager(self)
+    Attributes:
+        rank: that number.
+    """
 
-    # -- pauses (docs/upstream/watchdog_in_a_pause.md) --------------------------------------------------
+    rank: int
 
-    def init_soft_watchdog(self) -> None:
-        super().init_soft_watchdog()
-        if (watchdog := getattr(self, "soft_watchdog", None)) is not None:
-            self.count_paused_turns(watchdog)
+    def _profile(self, recv_req: ProfileReq) -> ProfileReqOutput | None:
+        if recv_req.merge_profiles:
+            # Nobody waits until the last rank has written its file.
+            advice = "merge_profiles: not with --adaptive-tp; leave it out, each rank writes a trace of its own"
+            return ProfileReqOutput(success=False, message=advice)
+        return super()._profile(recv_req)
 
-    def ingest_requests(self, stop_at_pause: bool = False) -> list[Any]:
-        self._paused_turns += self._engine_paused
-        return super().ingest_requests(stop_at_pause)
-
-    def flush_cache(self, empty_cache: bool = True) -> bool:
-        loop.drop_ended_batch(self)
-        # SGLang lets requests wait that a pause has retracted, but for those that wait for their grammar.
-        queued, compiling = self.waiting_queue, self.grammar_manager.grammar_queue
-        if self._engine_paused:
-            loop.set_waiting(self, queued, [])
-        try:
-            return super().flush_cache(empty_cache)
-        finally:
-            loop.set_waiting(self, queued, compiling)
-
-    # -- aborts and retractions ------------------------------------------------------------------------
-
-    def abort_request(self, recv_req: AbortReq) -> None:
-        running, waiting = loop.list_requests(self)
-        with self.hide_others(recv_req, [*running, *waiting, *self.collect_inflight_reqs()]):
-            super().abort_request(recv_req)
-
-    def send_abort_output(self, abort_req: AbortReq, req: Req) -> None:
-        if req.output_ids:
-            self.end_waiting(abort_req, req)
-        else:
-            super().send_abort_output(abort_req, req)
-
-    def end_waiting(self, abort: AbortReq, req: Req) -> None:
-        """End ``req``, which waits with tokens and is aborted."""
-        self.prepare_end(abort, req)
-        self.output_streamer.stream_output([req], req.return_logprob)
-
-    def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> NextBatchPlan:
-        plan = super().get_new_batch_prefill(running_batch)
-        self.remember_penalties(plan.batch_to_run)
-        return plan
+    def _stop_profile(self, stage: ForwardMode | None = None) -> ProfileReqOutput | None:
+        named = Overlaid(get_parallel(), tp_rank=self.rank)
+        with assigned(profiler_manager, get_parallel=lambda: named):
+            return super()._stop_profile(stage)
