@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 
 
 class CausalAttention(torch.nn.Module):
-    """In place of SGLang's: of one request, all at once."""
+    """Attention of one request, all at once, where SGLang has its own."""
 
     layer_id = 0
 

@@ -226,8 +226,8 @@ async def test_an_update_in_the_middle_of_right_drafts(servers, marker, session)
 
 @pytest.mark.parametrize("kind", ["plain", "as on CUDA"])
 async def test_a_trained_drafter(servers, marker, session, kind):
-    """It knows the next tokens without having seen any, also after a switch, where it begins anew."""
-    head = models.make_head(MODELS / "head300", drafts=[300], layers=[0])
+    """The next tokens are known without any having been seen, also after a switch, where the head begins anew."""
+    head = models.make_head(MODELS / "head300", drafts=[300], layers=[0], inner=8)
     flags = (*FLAGS, "--pat-draft-model", str(head))
     server = servers.adaptive(marker(300), 2, *flags) if kind == "plain" else servers.as_on_cuda(marker(300), 2, *flags)
     (answer,) = await asyncio.to_thread(server.generate, [make_body(50, 61)])
@@ -244,15 +244,13 @@ async def test_a_trained_drafter(servers, marker, session, kind):
 
 
 def test_a_trained_drafter_where_it_pays(servers, marker, deployment, tmp_path):
-    """By the profile a draft costs little, so there are as many as allowed; the head's share of the weights is large in
-    such a small model."""
+    """Drafts of a small head, in a profile in which rows cost next to nothing."""
     path = tmp_path / "profile.json"
     small = msgspec.structs.replace(deployment, model="LlamaForCausalLM L2 H64 heads8/4x8 I192 V503")
     profiles.save(make_profile(small, tp2_with_16=0.012), path)
     flags = ("--pat-speculate", "auto", "--pat-profile", str(path))
-    head = models.make_head(MODELS / "head300", drafts=[300], layers=[0])
+    head = models.make_head(MODELS / "head300", drafts=[300], layers=[0], inner=8)
     server = servers.adaptive(marker(300), 2, *flags, "--pat-draft-model", str(head))
-    server.reconfigure(2)
     (answer,) = server.generate([make_body(50, 61)])
     assert answer["output_ids"] == [300] * 61
     proposed, right = (count(answer, what) for what in ("num_proposed_drafts", "num_correct_drafts"))

@@ -114,7 +114,7 @@ def test_the_last_step_is_drawn(tmp_path, profile_file, capsys, monkeypatch):
     monkeypatch.setattr(pictures, "set_figure_title", lambda figure, text: titles.append(text))
     assert replay.main(["--log", str(log), "--picture", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG") and f"picture: {path}" in capsys.readouterr().out
-    assert re.fullmatch(r"40 requests in \d+\.\d s: begins in tp1×dp4, then \d+ changes, tp\d×dp\d at last", titles[0])
+    assert re.fullmatch(r"24 requests in \d+\.\d s: begins in tp1×dp4, then \d+ changes, tp\d×dp\d at last", titles[0])
     # A step that ended is drawn until the next one has a request.
     with log.open("ab") as file:
         shown = [snapshot([5] * 3, tp=tp, requests=3) for tp in (1, 2, 2, 4)]

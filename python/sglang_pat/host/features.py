@@ -65,9 +65,12 @@ class FeatureTap:
         return torch.cat([value[:count] for value in self._large], dim=1)
 
 
-def list_rows(batch: ScheduleBatch) -> list[tuple[str, int]]:
-    """Name of the request, and position, of each token of a step of ``batch``."""
+def list_rows(batch: ScheduleBatch, most: int) -> list[tuple[str, int]]:
+    """Name of the request, and position, of each token of a step of ``batch``; none of a decode step of more than
+    ``most`` requests."""
     if batch.forward_mode.is_decode():
+        if len(batch.reqs) > most:
+            return []
         return [
             (get_name(req), length - 1) for req, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)
         ]

@@ -104,8 +104,7 @@ class ModelDrafts:
 
     def list_rows(self, batch: ScheduleBatch) -> list[Row]:
         """Rows of a step of ``batch`` that are to be learnt, if any are; before it is run."""
-        few = len(batch.reqs) <= MOST_ROWS or not batch.forward_mode.is_decode()
-        return features.list_rows(batch) if few else []
+        return features.list_rows(batch, MOST_ROWS)
 
     def take(self, rows: Sequence[Row], result: Any) -> None:
         """Keep with its ``result`` what the model made of the tokens of a step that was just launched."""

@@ -123,7 +123,7 @@ class Speculation:
         return []
 
     def _draft(self, reqs: list[Req]) -> list[list[int]]:
-        """As many drafts for each of ``reqs`` as were chosen, of the model or of texts."""
+        """Draft as many tokens for each of ``reqs`` as were chosen, by the model or from texts."""
         counts = self._counts
         by_model = [i for i, match in enumerate(self._matches) if match == OF_MODEL and counts[i]]
         drafts = [

@@ -133,13 +133,15 @@ def make_smollm2(out_dir: str | os.PathLike) -> Path:
 
 
 def make_head(
-    out_dir: str | os.PathLike, *, drafts: Sequence[int] | None = None, layers: Sequence[int] = (0, 1), seed: int = 0
-) -> Path:
+    out_dir: str | os.PathLike, *, drafts: Sequence[int] | None = None, layers: Sequence[int] = (0, 1), inner: int = 64,
+    seed: int = 0,
+) -> Path:  # fmt: skip
     """Write a random EAGLE-3 head of the default shape of :func:`make_config` and return its folder.
 
     Args:
         drafts: the tokens that it may draft; all by default.
         layers: those whose output it looks at.
+        inner: width of its MLP.
     """
 
     def write(folder: Path) -> None:
@@ -147,9 +149,8 @@ def make_head(
         from safetensors.torch import save_file
 
         about = make_config()
-        hidden, inner, heads, kv_heads, width = (
-            about.hidden_size, about.intermediate_size, about.num_attention_heads, about.num_key_value_heads,
-            about.head_dim,
+        hidden, heads, kv_heads, width = (
+            about.hidden_size, about.num_attention_heads, about.num_key_value_heads, about.head_dim,
         )  # fmt: skip
         ids = list(drafts or range(about.vocab_size))
         attention = {"q": heads * width, "k": kv_heads * width, "v": kv_heads * width}
@@ -166,13 +167,16 @@ def make_head(
         }
         tensors["d2t"] = torch.tensor(ids) - torch.arange(len(ids))
         save_file(tensors, folder / "model.safetensors")
-        named = about.to_dict() | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+        named = about.to_dict() | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "num_hidden_layers": 1,
+            "intermediate_size": inner,
+        }
         named |= {"draft_vocab_size": len(ids), "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
         (folder / "config.json").write_text(json.dumps(named))
 
-    return _write_once(
-        out_dir, {"kind": "head", "seed": seed, "drafts": drafts and list(drafts), "layers": list(layers)}, write
-    )
+    recipe = {"kind": "head", "seed": seed, "drafts": drafts and list(drafts), "layers": list(layers), "inner": inner}
+    return _write_once(out_dir, recipe, write)
 
 
 def make_shape(out_dir: str | os.PathLike, name: str) -> Path:
