@@ -228,7 +228,7 @@ def test_what_sglang_strips_off_the_cache_is_not_in_the_tree(monkeypatch, decode
     rank = make_rank(tree, pool, strips=True)
     rank.req_to_token_pool = tree.req_to_token_pool = ReqToTokenPool(4, 40, "cpu", False)
     req = request(prompt=(5, 6, 7))
-    req.output_ids, req.reasoning_tokens = adapter.requests.make_tokens([11, 12, 13]), 3
+    req.output_ids, req.reasoning_tokens = adapter.rank.make_tokens([11, 12, 13]), 3
     slots = _Slots(rank, np.arange(41))
     row = slots.enter(req, pool.alloc(5).numpy(), 0, decodes)
     slots.upload()
@@ -248,7 +248,7 @@ def test_kv_of_given_embeddings_is_not_in_the_tree(decodes):
     rank = make_rank(tree, pool)
     req, other = request(positional_embed_overrides=PositionalEmbeds([torch.ones(4)], [1])), request()
     for each in (other, req):
-        each.output_ids = adapter.requests.make_tokens([11, 12])
+        each.output_ids = adapter.rank.make_tokens([11, 12])
     slots = _Slots(rank, np.arange(41))
     row = slots.enter(req, pool.alloc(4).numpy(), 0, decodes)
     slots.upload()

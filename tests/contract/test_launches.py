@@ -94,6 +94,7 @@ def count_launches(count: int, sampling: dict, monkeypatch) -> Counter[str]:
         _chunked_req_scheduled_last_iter=False, layouts=SimpleNamespace(device=DEVICE, layout=ParallelLayout(2, 1)),
         grammars=SimpleNamespace(keep=lambda reqs: None),
         future_map=SimpleNamespace(output_tokens_buf=torch.empty(257, dtype=torch.int64, device=DEVICE)),
+        server_args=SimpleNamespace(strip_thinking_cache=False),
     )  # fmt: skip
     held = TOKENS + 2  # the last token has no KV yet
     reqs = [request(number, sampling) for number in range(count)]

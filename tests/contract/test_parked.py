@@ -126,7 +126,7 @@ def test_a_prompt_in_pieces_begins_again_when_all_are_retracted(monkeypatch, mod
 
     monkeypatch.setattr(host.RankScheduler, "pause_generation", lambda *_: None)
     rank = host.AdaptiveScheduler.__new__(host.AdaptiveScheduler)
-    waits = Req("waits", "", adapter.requests.make_tokens(PROMPT), SamplingParams(), return_logprob=True)
+    waits = Req("waits", "", adapter.rank.make_tokens(PROMPT), SamplingParams(), return_logprob=True)
     waits.extend_batch_idx, waits.input_token_logprobs, waits.temp_input_top_logprobs_val = 1, [-0.5, -0.25], [[-1.0]]
     rank.waiting_queue = [waits]
     rank.pause_generation(SimpleNamespace(mode=mode))

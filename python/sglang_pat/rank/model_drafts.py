@@ -114,7 +114,10 @@ class ModelDrafts:
 
     def learn(self, reqs: Sequence[Req], result: Any) -> None:
         """Learn what was kept of a step of ``reqs``, whose tokens are known by now."""
-        rows, taken = getattr(result, "pat_features", ((), None))
+        kept: tuple[Sequence[Row], torch.Tensor] | None = getattr(result, "pat_features", None)
+        if kept is None:
+            return
+        rows, taken = kept
         texts = {
             host.get_name(req): (host.get_prompt(req), host.get_output(req)) for req in reqs if not host.has_ended(req)
         }
@@ -136,10 +139,9 @@ class ModelDrafts:
         columns = [[lines[rows[i][0]] for i in chosen], [rows[i][1] for i in chosen], tokens]
         device = self._scheduler.layouts.device
         at, positions, nexts = upload(columns, torch.int64, device).unbind()
-        kept = taken[upload(chosen, torch.int64, device)]
-        self._model.learn(
-            Pairs(at, positions, nexts, kept, upload(list(last.values()), torch.int64, device)), self._embed
-        )
+        ends = upload(list(last.values()), torch.int64, device)
+        pairs = Pairs(at, positions, nexts, taken[upload(chosen, torch.int64, device)], ends)
+        self._model.learn(pairs, self._embed)
 
     def knows(self, req: Req) -> bool:
         """Whether there can be drafts for ``req`` now."""
