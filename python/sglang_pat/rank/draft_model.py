@@ -20,8 +20,6 @@ import msgspec
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from sglang_pat import files
 from sglang_pat.config import MOST_DRAFTS
@@ -127,6 +125,9 @@ class DraftModel:
     def __init__(
         self, folder: Path, config: HeadConfig, lines: int, dtype: torch.dtype, device: str | torch.device
     ) -> None:
+        from transformers import LlamaConfig  # they take seconds
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
         self.config = config
         weights = read_weights(folder)
         hidden, heads, kv_heads, width = (
@@ -234,9 +235,9 @@ class DraftModel:
 
     def _rotate(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """``rows``, ``[rows, heads, width]``, rotated by their ``positions``."""
-        cos, sin = self._rotary(rows, positions[None])
-        rotated, _ = apply_rotary_pos_emb(rows[None], rows[None, :, :1], cos, sin, unsqueeze_dim=2)
-        return rotated[0]
+        cos, sin = (each[0, :, None] for each in self._rotary(rows, positions[None]))
+        first, second = rows.chunk(2, dim=-1)
+        return rows * cos + torch.cat([-second, first], dim=-1) * sin
 
     def _store(self, both: torch.Tensor, lines: torch.Tensor, positions: torch.Tensor) -> None:
         keys, values = F.linear(both, self._key_value).view(len(both), 2, -1, self.config.width).unbind(1)
