@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_pat.host import adapter
+from sglang_pat.host import adapter, features
 from sglang_pat.rank.draft_model import DraftModel, Pairs, read_config
 from sglang_pat.rank.model_drafts import Lines, choose_rows
 from sglang_pat.testing import models
@@ -125,7 +127,39 @@ def test_lines_go_to_those_that_learnt_last():
 
 
 def test_rows_worth_learning():
-    rows = [("a", at) for at in range(600)] + [("b", 3), ("b", 4), ("gone", 0)]
-    chosen = [rows[i] for i in choose_rows(rows, {"a": 600, "b": 5})]
+    names, positions = [*"aaabb", "gone"], [7, 8, 9, 3, 4, 0]
     # The last token of "a" has none after it, nor has the draft of "b" that was wrong.
-    assert chosen == [("a", at) for at in range(87, 599)] + [("b", 3)]
+    assert choose_rows(names, positions, {"a": 10, "b": 5}) == [0, 1, 3]
+
+
+def test_rows_of_a_step():
+    reqs = [SimpleNamespace(rid=name) for name in "ab"]
+    prefill = SimpleNamespace(forward_mode=ForwardMode.EXTEND, reqs=reqs, prefix_lens=[4, 0], extend_lens=[3, 5])
+    rows = features.list_rows(prefill, 1, 4)
+    assert rows == features.Rows([*"aaabbbb"], [4, 5, 6, 1, 2, 3, 4], [0, 1, 2, 4, 5, 6, 7], 8)
+    decode = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=reqs, seq_lens_cpu=torch.tensor([7, 5]))
+    assert features.list_rows(decode, 2, 4) == features.Rows(["a", "b"], [6, 4], [0, 1], 2)
+    assert features.list_rows(decode, 1, 4) is None
+
+
+class Layer(torch.nn.Module):
+    def forward(self, positions, hidden_states, forward_batch, residual):
+        return hidden_states, residual
+
+
+@pytest.mark.parametrize("total", [3, 6])
+def test_features_are_the_inputs_of_layers(total):
+    """Of a small step, which goes through the buffer, and of a large one."""
+    tap = features.FeatureTap([2, 1], 2, 4, torch.float32, "cpu")
+    model = torch.nn.Module()
+    model.model = torch.nn.Module()
+    model.model.layers = torch.nn.ModuleList([Layer() for _ in range(3)])
+    tap.attach(model)
+    given = torch.rand(2, 2, total, 2)
+    for layer, (hidden, residual) in zip(model.model.layers[1:], given, strict=True):
+        layer(None, hidden, None, residual=residual)
+    rows = features.Rows([], [], [0, 2], total)
+    wanted = torch.cat([given[1].sum(0), given[0].sum(0)], dim=1)[[0, 2]]
+    assert tap.take(rows).equal(wanted)
+    with pytest.raises(ValueError, match="the model has 3 layers"):
+        features.FeatureTap([3], 2, 4, torch.float32, "cpu").attach(model)

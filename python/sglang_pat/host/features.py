@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from sglang_pat.host.requests import get_name
+from sglang_pat.switch.transfer import upload
 
 
 class FeatureTap:
@@ -58,27 +60,48 @@ class FeatureTap:
 
         return keep
 
-    def take(self, count: int) -> torch.Tensor:
-        """A copy of the features of the last step, which had ``count`` tokens: ``[count, layers * hidden]``."""
-        if count <= len(self._buffer):
-            return self._buffer[:count].flatten(1).clone()
-        return torch.cat([value[:count] for value in self._large], dim=1)
+    def take(self, rows: Rows) -> torch.Tensor:
+        """A copy of the features of some tokens of the last step: ``[rows, layers * hidden]``."""
+        if rows.total <= len(self._buffer):
+            kept = self._buffer[: rows.total].flatten(1)
+        else:
+            kept = torch.cat([value[: rows.total] for value in self._large], dim=1)
+            self._large = [self._buffer[:0, 0]] * len(self._layers)
+        return kept[upload(rows.indices, torch.int64, kept.device)]
 
 
-def list_rows(batch: ScheduleBatch, most: int) -> list[tuple[str, int]]:
-    """Name of the request, and position, of each token of a step of ``batch``; none of a decode step of more than
+@dataclass(frozen=True)
+class Rows:
+    """Some tokens of a step.
+
+    Attributes:
+        names, positions: the request and the position in it of each.
+        indices: places among the tokens of the step, ``total`` in all.
+    """
+
+    names: list[str]
+    positions: list[int]
+    indices: list[int]
+    total: int
+
+
+def list_rows(batch: ScheduleBatch, most: int, window: int) -> Rows | None:
+    """The last tokens of each request in a step of ``batch``, ``window`` at most; None for a decode step of more than
     ``most`` requests."""
     if batch.forward_mode.is_decode():
-        if len(batch.reqs) > most:
-            return []
-        return [
-            (get_name(req), length - 1) for req, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)
-        ]
-    return [
-        (get_name(req), position)
-        for req, begin, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
-        for position in range(begin, begin + count)
-    ]
+        positions = [length - 1 for length in batch.seq_lens_cpu.tolist()]
+        count = len(positions)
+        return (
+            Rows([get_name(req) for req in batch.reqs], positions, list(range(count)), count) if count <= most else None
+        )
+    rows = Rows([], [], [], sum(batch.extend_lens))
+    end = 0
+    for req, begin, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
+        end, kept = end + count, min(count, window)
+        rows.names.extend([get_name(req)] * kept)
+        rows.positions.extend(range(begin + count - kept, begin + count))
+        rows.indices.extend(range(end - kept, end))
+    return rows
 
 
 def get_step_stream(scheduler: Any) -> Any:

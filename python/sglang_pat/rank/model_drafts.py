@@ -10,6 +10,7 @@ import torch
 from sglang_pat.host import features, runner
 from sglang_pat.host import requests as host
 from sglang_pat.host.batches import ScheduleBatch
+from sglang_pat.host.features import Rows
 from sglang_pat.host.requests import Req
 from sglang_pat.rank.draft_model import WINDOW, Pairs
 from sglang_pat.speculate.acceptance import MOST_ROWS
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
 
 DRAFT_COST = 2.0
 """Time of a draft over what its share of the weights would take: it is some twenty kernels, without a CUDA graph."""
-
-Row = tuple[str, int]
-"""Name of a request, and the position of one of its tokens."""
 
 
 class Lines:
@@ -63,17 +61,16 @@ class Lines:
         self._used.clear()
 
 
-def choose_rows(rows: Sequence[Row], lengths: Mapping[str, int]) -> list[int]:
-    """Indices of those ``rows`` that are worth learning: of the last requests, as many as there are lines, the last
-    :data:`WINDOW` whose next token is known.
+def choose_rows(names: Sequence[str], positions: Sequence[int], lengths: Mapping[str, int]) -> list[int]:
+    """Indices of the tokens that are worth learning: those whose next token is known, of the last requests, as many as
+    there are lines.
 
     Args:
-        lengths: number of tokens so far, by request; rows of others do not count.
+        lengths: number of tokens so far, by request; those of others do not count.
     """
-    known = [i for i, (name, position) in enumerate(rows) if position + 1 < lengths.get(name, 0)]
-    last = dict(rows[i] for i in known)
-    begin = {name: last[name] - WINDOW for name in list(last)[-MOST_ROWS:]}
-    return [i for i in known if rows[i][1] > begin.get(rows[i][0], rows[i][1])]
+    known = [i for i, name in enumerate(names) if positions[i] + 1 < lengths.get(name, 0)]
+    chosen = set(list(dict.fromkeys(names[i] for i in known))[-MOST_ROWS:])
+    return [i for i in known if names[i] in chosen]
 
 
 class ModelDrafts:
@@ -102,19 +99,19 @@ class ModelDrafts:
     def end(self, req: Req) -> None:
         self._lines.end(host.get_name(req))
 
-    def list_rows(self, batch: ScheduleBatch) -> list[Row]:
-        """Rows of a step of ``batch`` that are to be learnt, if any are; before it is run."""
-        return features.list_rows(batch, MOST_ROWS)
+    def list_rows(self, batch: ScheduleBatch) -> Rows | None:
+        """Tokens of a step of ``batch`` that are to be learnt, if any are; before it is run."""
+        return features.list_rows(batch, MOST_ROWS, WINDOW)
 
-    def take(self, rows: Sequence[Row], result: Any) -> None:
+    def take(self, rows: Rows | None, result: Any) -> None:
         """Keep with its ``result`` what the model made of the tokens of a step that was just launched."""
-        if rows:
+        if rows is not None:
             with features.get_step_stream(self._scheduler):
-                result.pat_features = rows, self._tap.take(len(rows))
+                result.pat_features = rows, self._tap.take(rows)
 
     def learn(self, reqs: Sequence[Req], result: Any) -> None:
         """Learn what was kept of a step of ``reqs``, whose tokens are known by now."""
-        kept: tuple[Sequence[Row], torch.Tensor] | None = getattr(result, "pat_features", None)
+        kept: tuple[Rows, torch.Tensor] | None = getattr(result, "pat_features", None)
         if kept is None:
             return
         rows, taken = kept
@@ -122,25 +119,25 @@ class ModelDrafts:
             host.get_name(req): (host.get_prompt(req), host.get_output(req)) for req in reqs if not host.has_ended(req)
         }
         lengths = {name: len(prompt) + len(output) for name, (prompt, output) in texts.items()}
-        chosen = choose_rows(rows, lengths)
+        chosen = choose_rows(rows.names, rows.positions, lengths)
         if not chosen:
             return
-        last: dict[str, int] = {rows[i][0]: number for number, i in enumerate(chosen)}
+        last = {rows.names[i]: number for number, i in enumerate(chosen)}
         lines: dict[str, int] = {}
         for name, number in last.items():
-            lines[name], new = self._lines.use(name, rows[chosen[number]][1] + 2)
+            lines[name], new = self._lines.use(name, rows.positions[chosen[number]] + 2)
             if new:
                 self._model.forget(lines[name])
-        tokens = []
-        for name, position in (rows[i] for i in chosen):
+        columns: list[tuple[int, int, int]] = []
+        for i in chosen:
+            name, position = rows.names[i], rows.positions[i]
             prompt, output = texts[name]
             behind = position + 1 - len(prompt)
-            tokens.append(output[behind] if behind >= 0 else prompt[position + 1])
-        columns = [[lines[rows[i][0]] for i in chosen], [rows[i][1] for i in chosen], tokens]
+            columns.append((lines[name], position, output[behind] if behind >= 0 else prompt[position + 1]))
         device = self._scheduler.layouts.device
-        at, positions, nexts = upload(columns, torch.int64, device).unbind()
+        at, positions, tokens = upload(list(zip(*columns, strict=True)), torch.int64, device).unbind()
         ends = upload(list(last.values()), torch.int64, device)
-        pairs = Pairs(at, positions, nexts, taken[upload(chosen, torch.int64, device)], ends)
+        pairs = Pairs(at, positions, tokens, taken[upload(chosen, torch.int64, device)], ends)
         self._model.learn(pairs, self._embed)
 
     def knows(self, req: Req) -> bool:

@@ -15,11 +15,12 @@ import numpy as np
 from sglang_pat.host import batches, loop, outputs, verify
 from sglang_pat.host import requests as host
 from sglang_pat.host.batches import ScheduleBatch
+from sglang_pat.host.features import Rows
 from sglang_pat.host.requests import Req
 from sglang_pat.messages import EndedText, SiblingTexts, StepCounts, get_most_drafts
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile
-from sglang_pat.rank.model_drafts import ModelDrafts, Row
+from sglang_pat.rank.model_drafts import ModelDrafts
 from sglang_pat.speculate.acceptance import GAIN, KEYS, MOST_ROWS, OF_MODEL, Acceptance, choose_counts
 from sglang_pat.speculate.drafter import CONTEXT, Drafter
 
@@ -136,11 +137,11 @@ class Speculation:
                 drafts[i] = drafted[: counts[i]]
         return drafts
 
-    def list_rows(self, batch: ScheduleBatch) -> list[Row]:
-        """Rows of a step of ``batch``, about to run, from which the model learns; none without a model."""
-        return self._model.list_rows(batch) if self._model else []
+    def list_rows(self, batch: ScheduleBatch) -> Rows | None:
+        """Tokens of a step of ``batch``, about to run, from which the model learns."""
+        return self._model.list_rows(batch) if self._model else None
 
-    def take(self, rows: list[Row], result: Any) -> None:
+    def take(self, rows: Rows | None, result: Any) -> None:
         """Keep what the model is to learn of a step that was just launched."""
         if self._model:
             self._model.take(rows, result)
