@@ -21,7 +21,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,7 +32,8 @@ PATIENCE = 10
 """Wall time of a second run, as a multiple of the maximum."""
 SHARED_CASES = 10
 """Number of test cases that count for a share of right ones, as in verl."""
-_BLOCK = re.compile(r"```([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_FENCE = "```"
+_LANGUAGE = re.compile(r"[\w+-]*")
 _LANGUAGES = ("", "py", "python", "python3")
 _DIGITS = 1e-5, 1e-8
 """Relative and absolute distance of numbers that count as equal, as in APPS."""
@@ -120,10 +121,22 @@ def get_keys(ground_truth: str | Mapping[str, Any]) -> list[str]:
 
 def find_program(response: str) -> str | None:
     """The last block of Python in a response, or the last without a language; one that is not closed counts."""
-    blocks = [(language.lower(), text) for language, text in _BLOCK.findall(response)]
+    blocks = list(_list_blocks(response))
     named = [text for language, text in blocks if language in _LANGUAGES and language]
     plain = [text for language, text in blocks if not language]
     return (named or plain or [None])[-1]
+
+
+def _list_blocks(response: str) -> Iterator[tuple[str, str]]:
+    """Language, in small letters, and text of each block; in time linear in the response, whatever a policy writes."""
+    at = 0
+    while (begin := response.find(_FENCE, at)) >= 0 and (line := response.find("\n", begin)) >= 0:
+        language = _LANGUAGE.match(response, begin + len(_FENCE))
+        assert language is not None, "an empty one matches"
+        end = response.find(_FENCE, line)
+        end = len(response) if end < 0 else end
+        yield language[0].lower(), response[line + 1 : end]
+        at = end + len(_FENCE)
 
 
 def score_response(

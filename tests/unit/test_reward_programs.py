@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from reward_sandbox import fusion, programs
 from reward_sandbox.limits import TimeLimits
-from reward_sandbox.programs import find_program, get_keys, matches_output, matches_result, run_again
+from reward_sandbox.programs import _list_blocks, find_program, get_keys, matches_output, matches_result, run_again
 from reward_sandbox.runs import Run, SandboxError
 from reward_sandbox.sandbox import make_sandbox
 
@@ -59,6 +62,13 @@ CUT = Run(ended="cut", wall=2.0)
 )
 def test_which_block_is_the_program(response, program):
     assert find_program(response) == program
+
+
+@given(st.lists(st.sampled_from(["```", "py", "\n", " ", "x"]), max_size=40).map("".join))
+def test_blocks_are_those_of_an_expression(response):
+    """One that says it shorter, but takes a minute for "```python" written ten thousand times."""
+    blocks = re.findall(r"```([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", response, re.DOTALL)
+    assert list(_list_blocks(response)) == blocks
 
 
 def test_all_or_nothing_ends_at_the_first_that_is_not_right():
