@@ -66,7 +66,7 @@ def test_which_block_is_the_program(response, program):
 
 @given(st.lists(st.sampled_from(["```", "py", "\n", " ", "x"]), max_size=40).map("".join))
 def test_blocks_are_those_of_an_expression(response):
-    """One that says it shorter, but takes a minute for "```python" written ten thousand times."""
+    """The expression is shorter, but takes a minute for "```python" written ten thousand times."""
     blocks = re.findall(r"```([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", response, re.DOTALL)
     assert list(_list_blocks(response)) == blocks
 
