@@ -43,6 +43,11 @@ def reduce_once(group: GroupCoordinator, sizes: Sequence[int], dtype: torch.dtyp
         group.all_reduce(torch.zeros(size // dtype.itemsize, dtype=dtype, device=group.device))
 
 
+def take_first_ranks(group: GroupCoordinator, tensor: torch.Tensor) -> torch.Tensor:
+    """The ``tensor`` of the first rank of the group, on all its ranks."""
+    return group.broadcast(tensor)
+
+
 def set_control_group(group: GroupCoordinator, control: dist.ProcessGroup) -> None:
     """Send SGLang's broadcast of requests, once a step, through ``control``."""
     assign(group, cpu_group=control)

@@ -76,9 +76,10 @@ class RankParts:
 
 def _load_drafter(runner: Any, folder: Path) -> tuple[DraftModel, FeatureTap]:
     """The trained drafter, and what it learns from, of the model that was just loaded."""
-    config, model_config, args = read_config(folder), runner.model_config, runner.server_args
+    model_config, args = runner.model_config, runner.server_args
     sizes = [size for of_layout in args.spec.graph_sizes.values() for size in of_layout]
     try:
+        config = read_config(folder)
         drafter = DraftModel(folder, config, MOST_ROWS, runner.dtype, runner.device)
         layers, rows = config.list_layers(model_config.num_hidden_layers), max([MOST_ROWS, *sizes])
         tap = FeatureTap(layers, model_config.hidden_size, rows, runner.dtype, runner.device)

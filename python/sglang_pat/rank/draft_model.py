@@ -72,10 +72,8 @@ def read_config(folder: Path) -> HeadConfig:
     try:
         return files.decode(files.read(folder / "config.json"), HeadConfig)
     except ValueError as error:
-        raise ValueError(
-            f"--pat-draft-model {folder}: config.json: {error}; give the folder of an EAGLE-3 head with a vocabulary "
-            "of its own (draft_vocab_size)"
-        ) from None
+        advice = "give the folder of an EAGLE-3 head with a vocabulary of its own (draft_vocab_size)"
+        raise ValueError(f"config.json: {error}; {advice}") from None
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:

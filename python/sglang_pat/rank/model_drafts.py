@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_pat.host import features, runner
+from sglang_pat.host import features, groups, runner
 from sglang_pat.host import requests as host
 from sglang_pat.host.batches import ScheduleBatch
 from sglang_pat.host.features import Rows
@@ -76,7 +76,7 @@ def choose_rows(names: Sequence[str], positions: Sequence[int], lengths: Mapping
 class ModelDrafts:
     """The trained drafter of a rank, fed with what the model makes of each step's tokens.
 
-    All ranks of a group have the same calls since :meth:`forget`, and draft alike.
+    All ranks of a group have the same calls since :meth:`forget`.
     """
 
     def __init__(self, scheduler: SwitchingScheduler) -> None:
@@ -146,8 +146,11 @@ class ModelDrafts:
 
     def draft(self, reqs: Sequence[Req], count: int) -> list[list[int]]:
         """``count`` tokens that are expected next, for each of ``reqs``; all of them are known."""
-        lines = upload([self._find(req) for req in reqs], torch.int64, self._scheduler.layouts.device)
-        return self._model.draft(lines, count, self._embed).tolist()
+        layouts = self._scheduler.layouts
+        lines = upload([self._find(req) for req in reqs], torch.int64, layouts.device)
+        drafted = self._model.draft(lines, count, self._embed)
+        # Ranks that drafted differently, by a bit in which a sum differs, would wait for each other for ever.
+        return groups.take_first_ranks(layouts.groups.get_tp_group(layouts.current.layout), drafted).tolist()
 
     def _find(self, req: Req) -> int | None:
         return self._lines.find(host.get_name(req), host.count_tokens(req))
