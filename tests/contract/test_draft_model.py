@@ -143,23 +143,41 @@ def test_rows_of_a_step():
 
 
 class Layer(torch.nn.Module):
+    """A decoder layer as SGLang 0.5.12 calls it."""
+
     def forward(self, positions, hidden_states, forward_batch, residual):
         return hidden_states, residual
 
 
+class NewLayer(torch.nn.Module):
+    """A decoder layer as SGLang 0.5.23 calls it."""
+
+    def forward(self, positions, hidden_states, forward_batch, capture_output=None):
+        if capture_output is not None:
+            capture_output(hidden_states)
+        return hidden_states.zero_()
+
+
+@pytest.mark.parametrize("kind", [Layer, NewLayer])
 @pytest.mark.parametrize("total", [3, 6])
-def test_features_are_the_inputs_of_layers(total):
+def test_features_are_the_inputs_of_layers(kind, total):
     """Of a small step, which goes through the buffer, and of a large one."""
     tap = features.FeatureTap([2, 1], 2, 4, torch.float32, "cpu")
     model = torch.nn.Module()
     model.model = torch.nn.Module()
-    model.model.layers = torch.nn.ModuleList([Layer() for _ in range(3)])
+    model.model.layers = torch.nn.ModuleList([kind() for _ in range(3)])
     tap.attach(model)
     given = torch.rand(2, 2, total, 2)
-    for layer, (hidden, residual) in zip(model.model.layers[1:], given, strict=True):
-        layer(None, hidden, None, residual=residual)
     rows = features.Rows([], [], [0, 2], total)
     wanted = torch.cat([given[1].sum(0), given[0].sum(0)], dim=1)[[0, 2]]
+    for layer, (hidden, residual) in zip(model.model.layers[1:], given, strict=True):
+        if kind is Layer:
+            layer(None, hidden, None, residual=residual)
+        else:
+            layer(None, hidden + residual, None, capture_output=None)
     assert tap.take(rows).equal(wanted)
     with pytest.raises(ValueError, match="the model has 3 layers"):
         features.FeatureTap([3], 2, 4, torch.float32, "cpu").attach(model)
+    with pytest.raises(ValueError, match="and no residual"):
+        model.model.layers[1].forward = lambda hidden_states: hidden_states
+        tap.attach(model)

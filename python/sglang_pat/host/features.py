@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -45,20 +46,27 @@ class FeatureTap:
             raise ValueError(f"the head needs the inputs of layers {self._layers}, but the model has {count} layers")
         for place, layer in enumerate(self._layers):
             names = list(inspect.signature(layers[layer].forward).parameters)
-            if not {"hidden_states", "residual"} <= set(names):
-                raise ValueError(f"{type(layers[layer]).__name__} takes {', '.join(names)}, and no residual")
-            layers[layer].register_forward_pre_hook(self._make_hook(place, names), with_kwargs=True)
+            layers[layer].register_forward_pre_hook(self._make_hook(layers[layer], place, names), with_kwargs=True)
 
-    def _make_hook(self, place: int, names: Sequence[str]) -> Callable[..., None]:
-        def keep(_: torch.nn.Module, args: Sequence[Any], named: Mapping[str, Any]) -> None:
+    def _make_hook(self, layer: torch.nn.Module, place: int, names: Sequence[str]) -> Callable[..., Any]:
+        keep = functools.partial(self._keep, place)
+        if "capture_output" in names:  # SGLang 0.5.23 hands its own drafters the input so
+            return lambda _, args, named: (args, {**named, "capture_output": keep})
+        if not {"hidden_states", "residual"} <= set(names):
+            raise ValueError(f"{type(layer).__name__} takes {', '.join(names)}, and no residual")
+
+        def add_up(_: torch.nn.Module, args: Sequence[Any], named: Mapping[str, Any]) -> None:
             given = dict(zip(names, args, strict=False)) | dict(named)
-            value = given["hidden_states"] + given["residual"]
-            if len(value) <= len(self._buffer):
-                self._buffer[: len(value), place] = value
-            else:
-                self._large[place] = value
+            keep(given["hidden_states"] + given["residual"], owned=True)
 
-        return keep
+        return add_up
+
+    def _keep(self, place: int, value: torch.Tensor, *, owned: bool = False) -> None:
+        """Keep the input of a layer; ``owned``: nobody else will write to it."""
+        if len(value) <= len(self._buffer):
+            self._buffer[: len(value), place] = value
+        else:
+            self._large[place] = value if owned else value.clone()
 
     def take(self, rows: Rows) -> torch.Tensor:
         """A copy of the features of some tokens of the last step: ``[rows, layers * hidden]``."""
