@@ -161,7 +161,7 @@ class NewLayer(torch.nn.Module):
 @pytest.mark.parametrize("kind", [Layer, NewLayer])
 @pytest.mark.parametrize("total", [3, 6])
 def test_features_are_the_inputs_of_layers(kind, total):
-    """Of a small step, which goes through the buffer, and of a large one."""
+    """A small step goes through the buffer, a large one does not."""
     tap = features.FeatureTap([2, 1], 2, 4, torch.float32, "cpu")
     model = torch.nn.Module()
     model.model = torch.nn.Module()

@@ -83,11 +83,11 @@ class Rows:
     """Some tokens of a step.
 
     Attributes:
-        names, positions: the request and the position in it of each.
+        owners, positions: name of the request and the position in it of each.
         indices: places among the tokens of the step, ``total`` in all.
     """
 
-    names: list[str]
+    owners: list[str]
     positions: list[int]
     indices: list[int]
     total: int
@@ -106,7 +106,7 @@ def list_rows(batch: ScheduleBatch, most: int, window: int) -> Rows | None:
     end = 0
     for req, begin, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
         end, kept = end + count, min(count, window)
-        rows.names.extend([get_name(req)] * kept)
+        rows.owners.extend([get_name(req)] * kept)
         rows.positions.extend(range(begin + count - kept, begin + count))
         rows.indices.extend(range(end - kept, end))
     return rows

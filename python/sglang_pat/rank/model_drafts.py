@@ -119,10 +119,10 @@ class ModelDrafts:
             host.get_name(req): (host.get_prompt(req), host.get_output(req)) for req in reqs if not host.has_ended(req)
         }
         lengths = {name: len(prompt) + len(output) for name, (prompt, output) in texts.items()}
-        chosen = choose_rows(rows.names, rows.positions, lengths)
+        chosen = choose_rows(rows.owners, rows.positions, lengths)
         if not chosen:
             return
-        last = {rows.names[i]: number for number, i in enumerate(chosen)}
+        last = {rows.owners[i]: number for number, i in enumerate(chosen)}
         lines: dict[str, int] = {}
         for name, number in last.items():
             lines[name], new = self._lines.use(name, rows.positions[chosen[number]] + 2)
@@ -130,7 +130,7 @@ class ModelDrafts:
                 self._model.forget(lines[name])
         columns: list[tuple[int, int, int]] = []
         for i in chosen:
-            name, position = rows.names[i], rows.positions[i]
+            name, position = rows.owners[i], rows.positions[i]
             prompt, output = texts[name]
             behind = position + 1 - len(prompt)
             columns.append((lines[name], position, output[behind] if behind >= 0 else prompt[position + 1]))
