@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 from unittest.mock import patch
 
 import ray
@@ -33,8 +34,10 @@ from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.actors import ask_each
 from sglang_pat.integrations.verl.bell import Bell
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
-from sglang_pat.integrations.verl.streaming import StreamingTrainer, StreamStep, list_samples, sum_tokens
+from sglang_pat.integrations.verl.streaming import StreamStep, list_samples, sum_tokens
 from sglang_pat.integrations.verl.tail_batching import ChunkedTailBatchingBuffer
+from sglang_pat.integrations.verl.trainers import AdaptiveTrainer
+from sglang_pat.messages import EndRound
 from sglang_pat.policies.lending import STRIDE, Move, Training, TrainingPace
 
 MODE = f"{options.PREFIX}stream_lent"
@@ -205,12 +208,12 @@ class LentRanks:
 
 
 @register_trainer(MODE)
-class AdaptiveStreamLent(StreamingTrainer, PPOTrainerColocateAsync):
+class AdaptiveStreamLent(AdaptiveTrainer, PPOTrainerColocateAsync):
     """verl's ``colocate_async``, whose engines sleep when the batch is complete, and of which half trains before."""
 
     mode, tail_batching_at = "colocate_async", f"trainer.v1.{MODE}"
-    lends_ranks = True
-    gpus_class, worker_class, bell_class = LentRanks, LentWorker, Bell
+    announces_steps = streams = lends_ranks = True
+    step_class, gpus_class, worker_class, bell_class = StreamStep, LentRanks, LentWorker, Bell
 
     def __init__(self, config: DictConfig) -> None:
         options.check_stream(config, MODE, self.mode, lent=True)
@@ -220,3 +223,15 @@ class AdaptiveStreamLent(StreamingTrainer, PPOTrainerColocateAsync):
     def on_init_end(self) -> None:
         self.gpus.listen()
         super().on_init_end()
+
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
+        self.stream = self.step_class(self, self.gpus)
+        return self.stream.run(metrics, timing_raw)
+
+    def _get_required_batch_multiple(self, dp_size: int) -> int:
+        """The number of ranks, of which a chunk is a multiple; verl's own is a whole batch."""
+        return dp_size
+
+    def on_step_end(self) -> None:
+        self.engines.announce(EndRound())
+        super().on_step_end()

@@ -318,29 +318,8 @@ class TrainerGpus:
         return outlook is None or decide_by_room(training, outlook, room).move is Move.LEND
 
 
-class StreamingTrainer(AdaptiveTrainer):
-    """A trainer whose step is a :class:`StreamStep`."""
-
-    announces_steps = streams = True
-    step_class = StreamStep
-    gpus: Any
-    """Rule of who has its GPUs (:class:`Gpus`)."""
-
-    def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
-        self.stream = self.step_class(self, self.gpus)
-        return self.stream.run(metrics, timing_raw)
-
-    def _get_required_batch_multiple(self, dp_size: int) -> int:
-        """The number of ranks, of which a chunk is a multiple; verl's own is a whole batch."""
-        return dp_size
-
-    def on_step_end(self) -> None:
-        self.engines.announce(EndRound())
-        super().on_step_end()
-
-
 @register_trainer(MODE)
-class AdaptiveStream(StreamingTrainer, PPOTrainerSeparateAsync):
+class AdaptiveStream(AdaptiveTrainer, PPOTrainerSeparateAsync):
     """verl's ``separate_async``, which streams.
 
     With ``trainer.v1.separate_async.hybrid_rollout.enable_switch`` the trainer's GPUs generate, too, until they are to
@@ -348,7 +327,8 @@ class AdaptiveStream(StreamingTrainer, PPOTrainerSeparateAsync):
     """
 
     mode, tail_batching_at = "separate_async", f"trainer.v1.{MODE}"
-    worker_class = SummingWorker
+    announces_steps = streams = True
+    step_class, worker_class = StreamStep, SummingWorker
 
     def __init__(self, config: DictConfig) -> None:
         options.check_stream(config, MODE, self.mode)
@@ -362,6 +342,10 @@ class AdaptiveStream(StreamingTrainer, PPOTrainerSeparateAsync):
         if not self._hands_over:
             super().on_step_begin()
 
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
+        self.stream = self.step_class(self, self.gpus)
+        return self.stream.run(metrics, timing_raw)
+
     def _wait_for_sampleable_and_switch(self) -> dict[str, Any]:
         """verl's hook, when the prompts are started: wait until replicas are handed over to the trainer, and do it."""
         if not self.gpus.ranks:
@@ -371,7 +355,12 @@ class AdaptiveStream(StreamingTrainer, PPOTrainerSeparateAsync):
                 self.switch_to_trainer()
         return {}
 
+    def _get_required_batch_multiple(self, dp_size: int) -> int:
+        """The number of ranks, of which a chunk is a multiple; verl's own is a whole batch."""
+        return dp_size
+
     def on_step_end(self) -> None:
+        self.engines.announce(EndRound())
         super().on_step_end()
         if self._hands_over and self.global_steps < self.total_training_steps:
             with marked_timer("switch_to_rollout", self.timing_raw, color="cyan"):
