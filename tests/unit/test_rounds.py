@@ -88,7 +88,8 @@ async def test_an_error_of_the_engine_is_raised_and_nothing_is_lost():
     assert not engine.running
 
 
-async def test_a_verdict_and_the_trainer_get_the_text_of_all_tokens(monkeypatch):
+@pytest.fixture
+def half_told(monkeypatch) -> None:
     """The played engine tells half a character, as the real one where a response was interrupted."""
     generate = Played.generate
 
@@ -98,6 +99,9 @@ async def test_a_verdict_and_the_trainer_get_the_text_of_all_tokens(monkeypatch)
         return output
 
     monkeypatch.setattr(Played, "generate", half)
+
+
+async def test_a_verdict_and_the_trainer_get_the_text_of_all_tokens(half_told):
     mine = admitter(3, 3, 3, filter_groups=True)
     judged = []
     round_ = RolloutRound(mine, Played(), 0, {"max_new_tokens": 50}, lambda group: judged.append(group) or True)
@@ -107,20 +111,12 @@ async def test_a_verdict_and_the_trainer_get_the_text_of_all_tokens(monkeypatch)
 
 
 @pytest.mark.parametrize("who", ["verdicts", "rewards", "nobody"])
-async def test_a_tokenizer_that_fails_ends_the_round(monkeypatch, who):
+async def test_a_tokenizer_that_fails_ends_the_round(half_told, monkeypatch, who):
     """Slow tokenizers do, of a token in the padding of the vocabulary."""
 
     def fail(self, token_ids):
         raise TypeError("no such token")
 
-    generate = Played.generate
-
-    async def half(self, *given):
-        output = await generate(self, *given)
-        output.text = "well \ufffd"
-        return output
-
-    monkeypatch.setattr(Played, "generate", half)
     monkeypatch.setattr(Played, "decode_tokens", fail)
     engine, mine = Played(), admitter(3, 3, 3, filter_groups=who == "verdicts")
     reward = (lambda response: 1.0) if who == "rewards" else None

@@ -197,7 +197,7 @@ class DraftModel:
         joined = pairs.features
         if joined.shape[1] != self.config.hidden_size:  # else SGLang leaves it out, too
             joined = F.linear(joined, self._join)
-        _, both = self._normalize(joined, pairs.tokens, embed)
+        both = self._join_with_tokens(joined, pairs.tokens, embed)
         self._store(both, pairs.lines, pairs.positions)
         lines = pairs.lines[pairs.last]
         self._hidden[lines] = joined[pairs.last]
@@ -208,28 +208,26 @@ class DraftModel:
         hidden, (positions, tokens) = self._hidden[lines], self._last[:, lines]
         drafted = []
         for number in range(count):
-            residual, both = self._normalize(hidden, tokens, embed)
+            both = self._join_with_tokens(hidden, tokens, embed)
             if number:  # the first pair's are there
                 self._store(both, lines, positions)
-            residual = residual + F.linear(self._attend(both, lines, positions), self._output)
-            gate, up = F.linear(self._normalize_by(residual, self._norm_mlp), self._gate_up).chunk(2, dim=-1)
+            residual = hidden + F.linear(self._attend(both, lines, positions), self._output)
+            gate, up = F.linear(self._normalize(residual, self._norm_mlp), self._gate_up).chunk(2, dim=-1)
             residual = residual + F.linear(F.silu(gate) * up, self._down)
-            normed = self._normalize_by(residual, self._norm)
+            normed = self._normalize(residual, self._norm)
             hidden, positions = normed if self.config.norm_output else residual, positions + 1
             tokens = self._ids[F.linear(normed, self._lm_head).argmax(dim=-1)]
             drafted.append(tokens)
         return torch.stack(drafted, dim=1)
 
-    def _normalize_by(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _normalize(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(rows, weight.shape, weight, self.config.rms_norm_eps)
 
-    def _normalize(
-        self, features: torch.Tensor, tokens: torch.Tensor, embed: Embed
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual, and the layer's input ``[rows, 2 * hidden]``: tokens and features, normed."""
+    def _join_with_tokens(self, features: torch.Tensor, tokens: torch.Tensor, embed: Embed) -> torch.Tensor:
+        """The layer's input ``[rows, 2 * hidden]``: tokens and features, normed."""
         embedded = embed(tokens) if self._embedding is None else F.embedding(tokens, self._embedding)
-        parts = self._normalize_by(embedded, self._norm_token), self._normalize_by(features, self._norm_features)
-        return features, torch.cat(parts, dim=-1)
+        parts = self._normalize(embedded, self._norm_token), self._normalize(features, self._norm_features)
+        return torch.cat(parts, dim=-1)
 
     def _rotate(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """``rows``, ``[rows, heads, width]``, rotated by their ``positions``."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.io_struct import AbortReq, ProfileReq, ProfileReqOutput
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.server_args import PortArgs, ServerArgs
@@ -24,6 +24,14 @@ from sglang_pat.host.assign import assign
 from sglang_pat.host.controls import make_error_reply
 from sglang_pat.host.fixes import float32, grammars, outputs, penalties, stop_patterns
 from sglang_pat.switch.requests import is_engine_idle
+
+
+def refuse_merged_profiles(recv_req: ProfileReq) -> ProfileReqOutput | None:
+    """The answer to a request for one trace of all ranks: nobody waits until the last rank has written its file."""
+    if not recv_req.merge_profiles:
+        return None
+    advice = "merge_profiles: not with --adaptive-tp; leave it out, each rank writes a trace of its own"
+    return ProfileReqOutput(success=False, message=advice)
 
 
 class PartlyMendedScheduler(Scheduler):

@@ -33,7 +33,7 @@ from sglang_pat.host import kv, loop
 from sglang_pat.host import requests as host
 from sglang_pat.host.assign import assign, assigned
 from sglang_pat.host.fixes.outputs import drop_scores_without_tokens
-from sglang_pat.host.fixes.scheduler import PartlyMendedScheduler, refuse_unless_idle
+from sglang_pat.host.fixes.scheduler import PartlyMendedScheduler, refuse_merged_profiles, refuse_unless_idle
 from sglang_pat.host.fixes.weight_updates import NOT_FLUSHED, RECAPTURE_REFUSED
 from sglang_pat.host.outputs import ControlSender, RpcRelay
 from sglang_pat.host.v0_5_12 import outputs, sampling
@@ -186,11 +186,7 @@ class RankScheduler(PartlyMendedScheduler):
     # -- SGLang's profiler ---------------------------------------------------------------------------
 
     def profile(self, recv_req: ProfileReq) -> ProfileReqOutput | None:
-        if recv_req.merge_profiles:
-            # Nobody waits until the last rank has written its file.
-            advice = "merge_profiles: not with --adaptive-tp; leave it out, each rank writes a trace of its own"
-            return ProfileReqOutput(success=False, message=advice)
-        return super().profile(recv_req)
+        return refuse_merged_profiles(recv_req) or super().profile(recv_req)
 
     def stop_profile(self, stage: ForwardMode | None = None) -> ProfileReqOutput | None:
         """Stop without SGLang's barrier: ranks of a group may have come together in the middle of a profile.

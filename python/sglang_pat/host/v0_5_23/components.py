@@ -26,7 +26,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_pat.host.assign import Overlaid, assign, assigned
 from sglang_pat.host.fixes.outputs import drop_scores_without_tokens
-from sglang_pat.host.fixes.scheduler import refuse_unless_idle
+from sglang_pat.host.fixes.scheduler import refuse_merged_profiles, refuse_unless_idle
 from sglang_pat.host.fixes.weight_updates import RECAPTURE_REFUSED
 
 
@@ -149,11 +149,7 @@ class RankProfiler(SchedulerProfilerManager):
     rank: int
 
     def _profile(self, recv_req: ProfileReq) -> ProfileReqOutput | None:
-        if recv_req.merge_profiles:
-            # Nobody waits until the last rank has written its file.
-            advice = "merge_profiles: not with --adaptive-tp; leave it out, each rank writes a trace of its own"
-            return ProfileReqOutput(success=False, message=advice)
-        return super()._profile(recv_req)
+        return refuse_merged_profiles(recv_req) or super()._profile(recv_req)
 
     def _stop_profile(self, stage: ForwardMode | None = None) -> ProfileReqOutput | None:
         named = Overlaid(get_parallel(), tp_rank=self.rank)
