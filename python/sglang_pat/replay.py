@@ -232,8 +232,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m sglang_pat.replay", description="Take the decisions of a log again.")
     parser.add_argument("--log", type=Path, required=True, metavar="FILE", help="of an engine (--pat-log)")
     parser.add_argument("--profile", metavar="FILE", help="in place of the one that the log names")
-    parser.add_argument("--schedule", action="store_true", help="print its switches as entries for POST /pat/schedule")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw its last step: requests, layouts, drafts")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--schedule", action="store_true", help="print its switches as entries for POST /pat/schedule")
+    ways.add_argument("--picture", type=Path, metavar="FILE", help="draw its last step: requests, layouts, drafts")
     try:
         args = parser.parse_args(argv)
         if args.schedule:

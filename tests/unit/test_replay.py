@@ -127,6 +127,8 @@ def test_the_last_step_is_drawn(tmp_path, profile_file, capsys, monkeypatch):
     for name, said in (("there/is/none.png", "No such file"), ("step.odd", "odd")):
         assert replay.main(["--log", str(log), "--picture", str(tmp_path / name)]) == 2
         assert said in capsys.readouterr().err
+    assert replay.main(["--log", str(log), "--schedule", "--picture", str(path)]) == 2
+    assert "not allowed with" in capsys.readouterr().err
     log.write_text(START)
     assert replay.main(["--log", str(log), "--picture", str(path)]) == 2
     assert "no request" in capsys.readouterr().err
