@@ -22,6 +22,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 RUN := $(VENV)$(OTHER:%=-%)
 RUN_PY := $(RUN)/bin/python
+# LONG=1: also the tests marked long, as CI does.
+WITH_LONG = $(if $(LONG),-m "not soak")
 PYTEST = $(RUN_PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 INTEGRATION := .venv-integration$(OTHER:%=-%)
 PIP_COMMAND = -m pip --disable-pip-version-check install --quiet --no-input
@@ -59,11 +61,11 @@ $(VENV)/.sglang_pat_setup: $(VENV)/.sglang_pat_requirements $(EXTENSION)
 	touch $@
 
 test: setup
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) $(WITH_LONG) $(PYTEST_ARGS)
 
-# No engine, and nothing of SGLang: the loop to work in.  What takes long by nature is left to `make test`.
+# No engine, and nothing of SGLang: the loop to work in.
 unit: setup
-	$(PYTEST) tests/unit -m "not soak and not thorough" $(PYTEST_ARGS)
+	$(PYTEST) tests/unit $(WITH_LONG) $(PYTEST_ARGS)
 
 # Environments on top of .venv: what they have comes first.
 PRINT_PATH = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
@@ -77,10 +79,9 @@ ADD_VENV = $(PY) $(PRINT_PATH); echo "import site; site.addsitedir('$$($(PY) $(P
 	$(@D)/bin/python $(PIP_COMMAND) --no-deps -r requirements/sglang-$*.txt
 	touch $@
 
-# The real RL frameworks, in an environment on top of the other one: 23 minutes on two cores.  SHORT=1: what CI runs.
+# The real RL frameworks, in an environment on top of the other one.
 test-integration: $(INTEGRATION)/.sglang_pat_setup
-	$(INTEGRATION)/bin/python -m pytest tests/integration \
-		$(if $(SHORT),-m "not long and not soak") $(PYTEST_ARGS)
+	$(INTEGRATION)/bin/python -m pytest tests/integration $(WITH_LONG) $(PYTEST_ARGS)
 
 .venv-integration/.sglang_pat_setup: $(VENV)/.sglang_pat_setup requirements/integration.txt requirements/other_sglang.txt
 	$(PYTHON) -m venv $(@D)
@@ -98,7 +99,7 @@ test-integration: $(INTEGRATION)/.sglang_pat_setup
 # CI runs of it, as part of test-integration.
 soak-fleet: $(INTEGRATION)/.sglang_pat_setup
 	$(INTEGRATION)/bin/python -m pytest tests/integration/test_verl_deaths.py -s \
-		-m $(if $(SHORT),"not long and not soak","soak or not soak") $(PYTEST_ARGS)
+		$(if $(SHORT),,-m "soak or not soak") $(PYTEST_ARGS)
 
 # SGLang's own tests on an engine that switches, from a checkout of its source at the version in use; half an hour and more.
 test-peers: $(INTEGRATION)/.sglang_pat_setup

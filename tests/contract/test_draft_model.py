@@ -29,6 +29,7 @@ def make_model(folder, lines: int = 4) -> DraftModel:
     return DraftModel(folder, read_config(folder), lines, torch.float32, "cpu")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     adapter.FOLDER == "v0_5_23",
     reason="its module needs the whole of SGLang 0.5.23's context; it is the same as before",

@@ -193,6 +193,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.view(torch.int8), other.view(torch.int8))
 
 
+@pytest.mark.long
 def test_interpreted_they_give_what_copies_give():
     assert run_interpreted(__name__) == str(len(CASES))
 

@@ -68,6 +68,11 @@ shares servers, ``llama`` stock SGLang's.  Tests of ``same_tokens`` say where th
 _item = None  # the test that is running
 
 
+def long(*values: Any) -> Any:
+    """Parameters of a test that run with ``LONG=1`` only."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 def count_start() -> None:
     """Note that the running test starts an engine, for the table at the end (``tests/conftest.py``)."""
     _item.user_properties.append(("engine start", ""))

@@ -43,6 +43,7 @@ def accept(servers, tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.long
 def test_on_a_cpu(accept, llama, monkeypatch):
     # Ours twice, PAT's way, a mixture, ours again, with drafts, ours, bfloat16, the real model, the profiler's, and one
     # with a policy.

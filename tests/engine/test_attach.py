@@ -7,6 +7,7 @@ import pytest
 from sglang_pat.host.adapter import FOLDER
 
 from . import called
+from .conftest import long
 from .streams import body, through, tokens
 
 BODIES = [body(i, 120) for i in range(4)]
@@ -23,7 +24,7 @@ PATCHED = {"become_adaptive", "make_private_ports"} | ({"remember"} if FOLDER ==
 
 
 # launch_server without --adaptive-tp is SGLang's launcher, with its own arguments.
-@pytest.mark.parametrize("module", [called.__name__, "tests.engine.spawned"], ids=["command", "spawned function"])
+@pytest.mark.parametrize("module", [called.__name__, long("tests.engine.spawned")], ids=["command", "spawned function"])
 def test_a_stock_launcher_switches(module, servers, llama, tmp_path):
     env = {"SGLANG_PAT": "base_tp=1,policy=schedule", called.ENV: str(tmp_path / "functions")}
     server = servers.get(llama, "--tp", "2", env=env, module=module)

@@ -23,6 +23,7 @@ def cramped(servers, llama) -> Server:
 QUEUED = known(*(body(121 + i, tokens=160 + 10 * i) for i in range(14)))
 
 
+@pytest.mark.long
 def test_queued_requests(cramped, stock):
     """14 requests on two replicas that take three each: the others wait through all switches."""
     answers, records = through(cramped, QUEUED)

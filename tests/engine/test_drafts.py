@@ -19,7 +19,7 @@ from sglang_pat.predict import profile as profiles
 from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 
-from .conftest import MODELS
+from .conftest import MODELS, long
 from .features import PENALISED
 from .made_up import make_profile
 from .stock_answers import check_whole
@@ -77,7 +77,7 @@ def test_a_known_response_takes_few_steps(server, stock, tp):
     assert found == {name: totals[name] for name in ("drafts", "right_drafts")}
 
 
-@pytest.mark.parametrize("kind", ["plain", "as on CUDA"])
+@pytest.mark.parametrize("kind", ["plain", long("as on CUDA")])
 def test_features_are_those_of_stock(servers, llama, stock, kind):
     """Every feature of generation, twice: the second time its tokens are known."""
     server = servers.adaptive(llama, 2, *FLAGS) if kind == "plain" else servers.as_on_cuda(llama, 2, *FLAGS)
@@ -137,6 +137,7 @@ def test_hidden_states_of_accepted_drafts(servers, llama):
     assert np.allclose(np.array(plain), np.array(drafted), atol=1e-4)
 
 
+@pytest.mark.long
 def test_routed_experts_of_accepted_drafts(servers):
     model = models.make_random("qwen3_moe", MODELS / "qwen3_moe")
     server = servers.adaptive(model, 2, FLAG, *FLAGS, "--chunked-prefill-size", "64", "--disable-radix-cache")
@@ -150,6 +151,7 @@ def test_routed_experts_of_accepted_drafts(servers):
     check_idle(server)
 
 
+@pytest.mark.long
 def test_distribution_of_accepted_tokens(servers, llama):
     """Chi-square test of tokens of which many were drafted from other responses to their prompts."""
     server, rng = servers.adaptive(llama, 2, *FLAGS), random.Random(1)
@@ -183,6 +185,7 @@ async def test_a_pause_and_an_abort_find_plain_requests(server, session):
     await asyncio.to_thread(check_idle, server)
 
 
+@pytest.mark.long
 async def test_requests_are_aborted_that_wait_with_tokens(servers, flat, session):
     """Four of eight responses to a prompt wait after a merge: all ranks draft alike from those that are aborted."""
     server = servers.adaptive(flat, 2, *FLAGS, "--max-running-requests", "4")
@@ -258,6 +261,7 @@ def test_a_trained_drafter_where_it_pays(servers, marker, deployment, tmp_path):
     assert server.status()["totals"]["seconds_saved"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("rows", "given"), [("cheap", "auto"), ("dear", str(DRAFTS))])
 def test_as_many_drafts_as_pay(servers, llama, deployment, tmp_path, rows, given):
     """Two profiles: in one a step of sixteen requests takes 1.2 times as long as one of a single request, in the other

@@ -17,7 +17,7 @@ from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 from sglang_pat.testing.smollm2 import load_transformers
 
-from .conftest import MODELS
+from .conftest import MODELS, long
 from .streams import body, tokens
 from .weight_updates import Trainer, check_success, flatten, read_degree, serialize, visit_layouts
 
@@ -111,7 +111,7 @@ def test_new_weights_reach_the_experts_of_every_layout(server, folders, said, up
     check_answers(server, said[1])
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe", "mixtral"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", long("qwen2_moe"), long("mixtral")])
 def test_weights_by_the_names_of_a_trainer(servers, tmp_path, kind):
     """transformers has all experts of a layer in one tensor, and its Mixtral other names than the checkpoint."""
     folders = make_two(kind)

@@ -19,7 +19,7 @@ from sglang_pat.rollout import client, http
 from sglang_pat.testing import models
 from sglang_pat.testing.server import Server, find_rank_processes
 
-from .conftest import MODELS, fault
+from .conftest import MODELS, fault, long
 from .rollout_calls import admitter, prompts, schedule, wait_for_schedule
 from .rollout_calls import tokens as tokens_of
 from .streams import GREEDY, body, check_idle, hold, post, tokens
@@ -32,8 +32,8 @@ def shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith(("sglang_pat", "torch_"))}
 
 
-@pytest.mark.parametrize("kind", ["resident", "reshard", "drafts", "mixtral", "mixtral reshard"])
-@pytest.mark.parametrize(("state", "rank"), [("PREPARE", 1), ("QUIESCE", 0), ("EXCHANGE", 1)])
+@pytest.mark.parametrize("kind", ["resident", long("reshard"), "drafts", long("mixtral"), "mixtral reshard"])
+@pytest.mark.parametrize(("state", "rank"), [long("PREPARE", 1), long("QUIESCE", 0), ("EXCHANGE", 1)])
 async def test_failure_before_commit_leaves_the_old_layout(servers, session, llama, marker, kind, state, rank):
     """The fault is in the second of three switches; every request completes, unchanged."""
     of_kind = marker(100) if kind == "reshard" else llama
@@ -97,7 +97,7 @@ def segments(server: Server) -> set[str]:
 STATES = ["PREPARE", "QUIESCE", "EXCHANGE", "COMMIT", "RESUME"]
 
 
-@pytest.mark.parametrize("killed", [*STATES, "coordinator"])
+@pytest.mark.parametrize("killed", [*map(long, STATES[:-1]), STATES[-1], "coordinator"])
 async def test_what_is_killed_ends_the_engine(servers, session, llama, killed):
     """A rank in a state of a switch, or the coordinator while all hold: an error to every waiting client, no process
     and no segment is left, and the exit code says that it failed."""
@@ -126,7 +126,7 @@ def check_ended(server: Server, children: list[psutil.Process], mine: set[str], 
     server.stop()
 
 
-@pytest.mark.parametrize("when", ["generation", "EXCHANGE"])
+@pytest.mark.parametrize("when", ["generation", long("EXCHANGE")])
 def test_a_round_outlives_one_of_its_two_servers(servers, server, llama, monkeypatch, when):
     """Greedy: the same tokens as of one server; what was generated is not generated again."""
     monkeypatch.setattr(client, "PART_TOKENS", 8)
@@ -160,10 +160,10 @@ def test_a_round_outlives_one_of_its_two_servers(servers, server, llama, monkeyp
 
 
 KILLS = [
-    ("lend", "EXCHANGE", 1),
-    ("take back", "PREPARE", 1),
+    long("lend", "EXCHANGE", 1),
+    long("take back", "PREPARE", 1),
     ("take back", "COMMIT", 0),
-    ("merge", "QUIESCE", 3),
+    long("merge", "QUIESCE", 3),
     ("lent", "", 3),
     *(pytest.param("drawn", "", seed, marks=pytest.mark.soak) for seed in range(200)),
 ]

@@ -40,6 +40,7 @@ def test_answer_equals_stock(name, moved, stock):
     check_answer(stock, moved[name], name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FEATURES)
 def test_recomputed_answer_equals_stock(name, recomputed, stock):
     check_answer(stock, recomputed[name], name)
@@ -59,6 +60,7 @@ def alone(servers, llama, stock, as_on_cuda) -> dict[str, Any]:
     return {name: server.generate([stock.bodies[name]])[0] for name in PENALISED}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(PENALISED))
 def test_with_overlap_penalties_know_nothing_of_switches(name, as_on_cuda, alone, stock):
     """Nor of what else is in the batch (``host/fixes/penalties.py``; a contract test compares one request alone with

@@ -6,11 +6,13 @@ from __future__ import annotations
 import signal
 
 import msgspec
+import pytest
 
 from examples.grpo.picture import Results
 from examples.grpo.train import RULES
 
 
+@pytest.mark.long
 def test_two_steps_of_each_way(servers, tmp_path):
     """Trainer and engine agree about what the policy thinks of its responses, and a checkpoint goes on to the end."""
     done = servers.run("tests.engine.grpo_case", "ways", str(tmp_path))
@@ -27,6 +29,7 @@ def test_a_run_that_is_killed_trains_every_prompt_once(servers, tmp_path):
     assert (tmp_path / "grpo.png").stat().st_size > 10_000
 
 
+@pytest.mark.long
 def test_a_checkpoint_learns_a_task_of_reasoning_gym(servers, tmp_path):
     """Two steps; engine and trainer have the same weights in both, though the embedding is the output matrix, too."""
     done = servers.run("tests.engine.grpo_case", "task", str(tmp_path))

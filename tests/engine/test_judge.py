@@ -12,7 +12,7 @@ from sglang_pat.testing import models
 from sglang_pat.testing.server import Server, ServerDied
 from stream_layers.judge_memory import JudgeMemory
 
-from .conftest import GRAPH_SIZES, MODELS
+from .conftest import GRAPH_SIZES, MODELS, long
 
 LAYERS = 7
 GREEDY = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
@@ -60,10 +60,10 @@ def load(server: Server, model) -> None:
 @pytest.mark.parametrize(
     "arch,count,order,flags",
     [
-        ("llama", 5, "late", ()),
+        long("llama", 5, "late", ()),
         ("llama", "auto", "late 1", ()),
-        ("granite", LAYERS, "early", ("--tp", "2")),  # SGLang makes its layers without make_layers
-        ("granite", "auto", "early 2", ("--tp", "2")),
+        long("granite", LAYERS, "early", ("--tp", "2")),  # SGLang makes its layers without make_layers
+        long("granite", "auto", "early 2", ("--tp", "2")),
     ],
 )
 def test_answers_are_those_of_a_resident_model_before_and_after_an_update(servers, arch, count, order, flags):

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from .conftest import fault
+from .conftest import fault, long
 from .streams import ask, body, hold, post, tokens, wait_for_status
 from .weight_updates import A, B, C, check_all_layouts, check_success, say, update_from_disk, update_from_tensor
 
@@ -82,7 +82,7 @@ async def test_memory_of_lent_ranks_comes_back_as_it_was(saving, session):
     assert tokens(await asyncio.gather(*work)) == expected
 
 
-@pytest.mark.parametrize(("state", "rank"), [("PREPARE", 1), ("QUIESCE", 2), ("EXCHANGE", 0), ("EXCHANGE", 3)])
+@pytest.mark.parametrize(("state", "rank"), [long("PREPARE", 1), ("QUIESCE", 2), ("EXCHANGE", 0), long("EXCHANGE", 3)])
 async def test_what_fails_leaves_ranks_lent_or_working(saving, session, state, rank):
     """Both directions; memory that was taken back is given away again, and comes back when it goes well."""
     expected = tokens(await saving.generate_async(BODIES))
@@ -116,6 +116,7 @@ async def test_new_weights_in_a_pause_take_ranks_back(saving, session, llama):
     assert tokens(await asyncio.gather(*work)) == expected
 
 
+@pytest.mark.long
 def test_weights_are_new_on_all_ranks_after_an_update_while_some_were_lent(servers, marker):
     server = servers.as_on_cuda(marker(A), 4, "--enable-memory-saver")
     for stride, send, token in ((2, update_from_disk, B), (4, update_from_tensor, C)):
@@ -146,7 +147,7 @@ def test_what_needs_all_ranks_is_refused_while_some_are_lent(saving):
     assert saving.post(*look).status_code == 200
 
 
-@pytest.mark.parametrize("mode", ["in_place", "retract"])
+@pytest.mark.parametrize("mode", ["in_place", long("retract")])
 async def test_lent_in_a_pause(saving, session, mode):
     """A rank that comes back is paused as the others are."""
     expected = tokens(await saving.generate_async(BODIES))

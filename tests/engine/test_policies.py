@@ -162,6 +162,7 @@ def wrong(deployment, tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_calibrated_engine_begins_as_any_other_but_knows_its_layouts(servers, llama, wrong):
     """An engine measures its layouts before its first request."""
     work = [streams.body(n, 1) for n in range(3)]  # of a single token: what decodes nothing corrects nothing

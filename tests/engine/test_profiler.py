@@ -111,6 +111,7 @@ def test_every_point_is_measured_and_is_what_was_asked_for(swept):
     assert 0 < SwitchCosts(profile, predictor).estimate(1, 2, [100, 200]).seconds < 10
 
 
+@pytest.mark.long
 def test_validation_of_a_real_batch(swept, servers, llama, tmp_path):
     extra = ["--requests", 8, "--max-new-tokens", 48, "--out", tmp_path / "out"]
     result = servers.run(*command("profiler.validate", llama, swept[0], *extra), env=servers.rehearsal)

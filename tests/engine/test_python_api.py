@@ -66,6 +66,7 @@ def test_an_engine_in_python(server, servers, llama):
     check_idle(server)
 
 
+@pytest.mark.long
 def test_the_round_after_a_crowded_one_of_its_kind_starts_in_twice_the_degree(servers, llama, tmp_path):
     """Short rounds have no room for their KV, the long one between them has: ``crowded_case.py``."""
     words = "tests.engine.crowded_case", str(llama), str(tmp_path / "log")
@@ -79,6 +80,7 @@ def test_the_round_after_a_crowded_one_of_its_kind_starts_in_twice_the_degree(se
 # -- without a tokenizer: tokens come straight from the ranks, in order all the same -----------------------------
 
 
+@pytest.mark.long
 def test_no_tokenizer(servers, llama):
     server = servers.adaptive(llama, 2, "--skip-tokenizer-init")
     stock = servers.stock(llama)

@@ -13,6 +13,8 @@ import requests
 
 from sglang_pat.testing.server import ServerDied
 
+from .conftest import long
+
 CAPTURED = {1, 2, 3, 4, 8}
 
 
@@ -48,9 +50,9 @@ def test_what_is_not_captured_runs_without_a_graph(servers, llama):
     "mistake,flags,what",
     [
         ("graphs of one layout", (), "a graph of tp=1 is replayed where others are in force: ['KV["),
-        ("prefill graphs", (), "a graph of tp=1 is replayed where others are in force: ['KV["),
-        ("moved weights", (), "a graph of tp=2 is replayed where others are in force: ['lm_head"),
-        ("", ("--pat-weights", "reshard"), "is replayed where others are in force: ['lm_head"),
+        long("prefill graphs", (), "a graph of tp=1 is replayed where others are in force: ['KV["),
+        long("moved weights", (), "a graph of tp=2 is replayed where others are in force: ['lm_head"),
+        long("", ("--pat-weights", "reshard"), "is replayed where others are in force: ['lm_head"),
     ],
 )
 def test_a_mistake_ends_the_engine(servers, llama, mistake, flags, what):

@@ -179,6 +179,7 @@ async def test_requests_that_are_aborted_while_they_wait(server, session, stock)
         assert (read_experts(answer) == read_experts(want)[15 * (i == 3) : rows]).all() and len(ids) >= 20
 
 
+@pytest.mark.long
 def test_retracted_requests(servers, model, stock):
     """Little KV, lavishly given out."""
     flags = (FLAG, "--schedule-conservativeness", "0.1")
@@ -189,6 +190,7 @@ def test_retracted_requests(servers, model, stock):
     check_same(answers, stock(bodies))
 
 
+@pytest.mark.long
 def test_an_engine_in_python(servers, model, stock):
     """``routed_case.py``: four ranks, to which everything comes from one, and from which it goes to all."""
     bodies = [ask(i % 6, 110) for i in range(8)]

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from .conftest import tell
+from .conftest import long, tell
 from .stock_answers import check_logprobs
 from .streams import GREEDY, hold
 
@@ -51,7 +51,7 @@ def body(seed: int, length: int, new: int, start: int = 0) -> dict:
     }
 
 
-@pytest.mark.parametrize("degrees", [(2, 1, 4, 2, 4, 1), (4, 1, 4, 1)], ids=str)
+@pytest.mark.parametrize("degrees", [(2, 1, 4, 2, 4, 1), long((4, 1, 4, 1))], ids=str)
 async def test_logprobs_through_switches(adaptive, session, stock, degrees):
     """Decoding, and some prompts in chunked prefill, at every switch."""
     bodies = [body(i, length, new=260) for i, length in enumerate((3, 40, 130, 300))]

@@ -22,6 +22,8 @@ from .streams import check_idle, hold, tokens
 
 SOAK = int(os.environ.get("SGLANG_PAT_SOAK", 2000))
 """Schedules of the soak run, all setups together: 200 of each mixture of experts."""
+QUICK = 2
+"""Schedules of a setup that run without ``LONG=1``."""
 MOST = 5
 """A setup has its share of them by its count, up to this."""
 
@@ -44,6 +46,8 @@ class Setup:
     """Options of :func:`schedules.make`."""
     lends: bool = False
     """Half of the switches lend ranks, or take them back."""
+    long: bool = False
+    """Runs with ``LONG=1`` only, as do the schedules of the others after their first :data:`QUICK`."""
     soak_only: bool = False
     stock: bool = True
     """Compare with stock SGLang; else, outside the soak, with the server itself where it does not switch."""
@@ -64,7 +68,7 @@ FEW = dict(max_batch=8, max_prompt=200, max_new_tokens=40)
 SETUPS = {
     "llama": Setup(model="llama-kv2", ranks=2, count=4),
     "llama-as-on-cuda": Setup(model="llama-kv2", ranks=2, count=3, as_on_cuda=True),
-    "llama-recompute": Setup(model="llama-kv2", ranks=2, count=3, flags=("--pat-kv", "recompute")),
+    "llama-recompute": Setup(model="llama-kv2", ranks=2, long=True, count=3, flags=("--pat-kv", "recompute")),
     # Drafts are checked in each decode step, up to 128 rows.
     "llama-drafts": Setup(model="llama-kv2", ranks=2, count=5, flags=("--pat-speculate", "4"), limits=REPEATED),
     "llama-drafts-as-on-cuda": Setup(
@@ -82,7 +86,7 @@ SETUPS = {
         flags=(*CHUNKED, "--pat-speculate", "2", "--pat-draft-model", str(HEAD)),
         limits=REPEATED,
     ),
-    "flat-4-ranks": Setup(model="llama-flat", ranks=4, count=4, flags=CHUNKED),
+    "flat-4-ranks": Setup(model="llama-flat", ranks=4, long=True, count=4, flags=CHUNKED),
     # Bias in q, k and v.  Six decoding requests a rank at most: some wait, and twelve do not fit after a merge.
     "qwen2": Setup(
         model="qwen2",
@@ -104,41 +108,43 @@ SETUPS = {
     "lent": Setup(model="llama-kv2", ranks=2, count=4, lends=True),
     "lent-4-ranks": Setup(model="llama-flat", ranks=4, count=5, lends=True, flags=CHUNKED),
     "lent-drafts": Setup(
-        model="llama-kv2", ranks=2, count=2, lends=True, flags=("--pat-speculate", "4"), limits=REPEATED
+        model="llama-kv2", ranks=2, long=True, count=2, lends=True, flags=("--pat-speculate", "4"), limits=REPEATED
     ),
     "lent-4-ranks-drafts": Setup(
         model="llama-flat", ranks=4, count=2, lends=True, flags=(*CHUNKED, "--pat-speculate", "4"), limits=REPEATED
     ),
-    "lent-8-ranks": Setup(model="llama-kv2", ranks=8, count=3, lends=True, limits=FEW),
+    "lent-8-ranks": Setup(model="llama-kv2", ranks=8, long=True, count=3, lends=True, limits=FEW),
     # As PAT moves weights and KV; its group is made on first use.
     "qwen3-pat": Setup(
         model="qwen3",
         ranks=4,
+        long=True,
         count=3,
         flags=(*CHUNKED, "--pat-weights", "reshard", "--pat-kv-exchange", "allgather"),
         env={"SGLANG_PAT_CHECK_STEADY": "0"},
     ),
     # q, k and v in one tensor of the checkpoint; norms over all heads, for which ranks gather q and k.
-    "phi3": Setup(model="phi3", ranks=2, count=1, stock=False),
-    "olmo2": Setup(model="olmo2", ranks=2, count=1, stock=False),
+    "phi3": Setup(model="phi3", ranks=2, long=True, count=1, stock=False),
+    "olmo2": Setup(model="olmo2", ranks=2, long=True, count=1, stock=False),
     # Through SGLang's Transformers backend.
-    "smollm3": Setup(model="smollm3", ranks=2, count=1),
+    "smollm3": Setup(model="smollm3", ranks=2, long=True, count=1),
     # Takes the rank of a group for its pipeline stage.
-    "phi": Setup(model="phi", ranks=2, count=1, stock=False),
+    "phi": Setup(model="phi", ranks=2, long=True, count=1, stock=False),
     "seed-oss": Setup(model="seed_oss", ranks=4, count=1, soak_only=True),
     "helium": Setup(model="helium", ranks=2, count=1, soak_only=True),
     "ernie": Setup(model="ernie4_5", ranks=4, count=1, soak_only=True),
     "starcoder2": Setup(model="starcoder2", ranks=4, count=1, soak_only=True),
     # Mixtures of experts.  Few tokens: on a CPU their experts are multiplied one by one.
-    "qwen3-moe": Setup(model="qwen3_moe", ranks=2, count=20, stock=False, limits=FEW),
-    "qwen2-moe": Setup(model="qwen2_moe", ranks=4, base=2, count=20, stock=False, limits=FEW),
-    "mixtral": Setup(model="mixtral", ranks=4, count=20, flags=CHUNKED, limits=FEW),
+    "qwen3-moe": Setup(model="qwen3_moe", ranks=2, count=8, stock=False, limits=FEW),
+    "qwen2-moe": Setup(model="qwen2_moe", ranks=4, base=2, count=8, stock=False, limits=FEW),
+    "mixtral": Setup(model="mixtral", ranks=4, count=8, flags=CHUNKED, limits=FEW),
     "mixtral-drafts": Setup(
-        model="mixtral", ranks=4, count=4, flags=(*CHUNKED, "--pat-speculate", "4"), limits=FEW | REPEATED
+        model="mixtral", ranks=4, long=True, count=4, flags=(*CHUNKED, "--pat-speculate", "4"), limits=FEW | REPEATED
     ),
     "qwen3-drafts": Setup(
         model="qwen3",
         ranks=2,
+        long=True,
         count=3,
         max_total_tokens=1200,
         flags=(*CHUNKED, "--schedule-conservativeness", "0.2", "--pat-speculate", "4"),
@@ -146,7 +152,7 @@ SETUPS = {
         env={"SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "100"},
     ),
     "mixtral-as-on-cuda": Setup(model="mixtral", ranks=2, count=3, as_on_cuda=True, limits=FEW, soak_only=True),
-    "mixtral-pat": Setup(model="mixtral", ranks=2, count=2, flags=("--pat-weights", "reshard"), limits=FEW),
+    "mixtral-pat": Setup(model="mixtral", ranks=2, long=True, count=2, flags=("--pat-weights", "reshard"), limits=FEW),
     "mistral": Setup(model="mistral", ranks=2, count=1, soak_only=True),
     "glm4": Setup(model="glm4", ranks=2, count=1, soak_only=True),
     "granite": Setup(model="granite", ranks=2, count=1, soak_only=True),
@@ -179,8 +185,10 @@ def make_model(name: str) -> Path:
 class Runner:
     """Runs schedules of one setup after another and keeps the totals."""
 
-    def __init__(self, servers) -> None:
+    def __init__(self, servers, plan: dict[str, list[int]]) -> None:
         self.servers = servers
+        self.plan = plan
+        """The seeds that each setup will be asked for."""
         self.known: dict[str, dict] = {}
         self.totals: dict[str, schedule_runs.Totals] = {}
 
@@ -198,14 +206,13 @@ class Runner:
             make_model(setup.model), setup.ranks // setup.base, *setup.flags, tp=setup.base, env=setup.env, **options
         )
 
-    def run(self, name: str, seed: int, plan: dict[str, range]) -> None:
-        """``plan``: the seeds that each setup will be asked for."""
-        setup = SETUPS[name]
+    def run(self, name: str, seed: int) -> None:
+        setup, plan = SETUPS[name], self.plan
         known = self.known.setdefault(setup.model, {})
         schedule = setup.schedule(name, seed)
 
         def reference():
-            return self.stock(setup.model) if setup.stock or plan is SOAK_PLAN else self.adaptive(name)
+            return self.stock(setup.model) if setup.stock or seed in SOAK_PLAN[name] else self.adaptive(name)
 
         if any(request.key not in known for request in schedule.requests):
             # For all schedules on this model at once: the stock server is needed just once.
@@ -226,8 +233,13 @@ class Runner:
 
 
 @pytest.fixture(scope="module")
-def runner(servers):
-    return Runner(servers)
+def runner(servers, request):
+    plan: dict[str, list[int]] = {}
+    for item in request.session.items:
+        if item.name.startswith("test_same_tokens"):
+            given = item.callspec.params
+            plan.setdefault(given["name"], []).append(given["seed"])
+    return Runner(servers, plan)
 
 
 def _side(model: str) -> pytest.MarkDecorator:
@@ -236,7 +248,15 @@ def _side(model: str) -> pytest.MarkDecorator:
 
 
 def _cases(plan: dict[str, range]) -> list:
-    return [pytest.param(name, seed, marks=_side(SETUPS[name].model)) for name, seeds in plan.items() for seed in seeds]
+    def mark(name: str, number: int) -> list[pytest.MarkDecorator]:
+        is_long = plan is PLAN and (SETUPS[name].long or number >= QUICK)
+        return [_side(SETUPS[name].model), *[pytest.mark.long] * is_long]
+
+    return [
+        pytest.param(name, seed, marks=mark(name, number))
+        for name, seeds in plan.items()
+        for number, seed in enumerate(seeds)
+    ]
 
 
 PLAN = {name: range(setup.count) for name, setup in SETUPS.items() if not setup.soak_only}
@@ -246,13 +266,13 @@ SOAK_PLAN = {name: range(10_000, 10_000 + -(-SOAK * share // sum(SHARES.values()
 
 @pytest.mark.parametrize(("name", "seed"), _cases(PLAN))
 def test_same_tokens(runner, name, seed):
-    runner.run(name, seed, PLAN)
+    runner.run(name, seed)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "seed"), _cases(SOAK_PLAN))
 def test_same_tokens_soak(runner, name, seed):
-    runner.run(name, seed, SOAK_PLAN)
+    runner.run(name, seed)
 
 
 def check_as_stock(runner: Runner, name: str, requests: list[schedules.Request], work) -> None:
@@ -295,6 +315,7 @@ def test_the_same_prompts_in_two_groups(runner):
     check_as_stock(runner, "llama", sharing, work)
 
 
+@pytest.mark.long
 @_side("qwen3")
 def test_replicas_merge_that_admit_differently(runner):
     """Each replica has its own estimate of how many tokens its requests will need; a merged group has one."""
@@ -315,6 +336,7 @@ def test_replicas_merge_that_admit_differently(runner):
     check_as_stock(runner, "qwen3", long + burst, work)
 
 
+@pytest.mark.long
 @_side("qwen3")
 def test_replicas_merge_one_of_which_has_retracted(runner):
     """Four requests outgrow the pool of one replica, three fit into the other's."""
@@ -334,6 +356,7 @@ def test_replicas_merge_one_of_which_has_retracted(runner):
     check_as_stock(runner, "qwen3", seven, work)
 
 
+@pytest.mark.long
 @_side("llama-kv2")
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.soak)])
 def test_low_precision(runner, dtype):

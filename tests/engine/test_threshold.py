@@ -160,6 +160,7 @@ def test_metrics(watched):
     assert forced.status_code == 200
 
 
+@pytest.mark.long
 def test_the_round_after_one_with_retractions_starts_in_twice_the_degree(servers, llama, tmp_path):
     """16 requests of 132 tokens find no room in 700: a third of them can end together."""
     flags = "--tp 1 --dp 2 --adaptive-tp --pat-policy threshold --pat-switch-at 1 --schedule-conservativeness 0.05"

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from .conftest import long
 from .marker_models import make_marker_state_dict
 from .streams import GREEDY, hold, post, tokens
 from .weight_updates import (
@@ -26,12 +27,12 @@ from .weight_updates import (
 SETUPS = {"2ranks": (2,), "4ranks-as-on-cuda": (4, "as on CUDA"), "reshard": (2, "--pat-weights", "reshard")}
 
 
-@pytest.fixture(scope="module", params=SETUPS)
+@pytest.fixture(scope="module", params=[long("2ranks"), "4ranks-as-on-cuda", long("reshard")])
 def setup(request, servers, marker) -> Setup:
     return Setup(servers, marker, *SETUPS[request.param])
 
 
-@pytest.fixture(params=["base", "tail"])
+@pytest.fixture(params=[long("base"), "tail"])
 def start(request, setup) -> int:
     """Degree in force when the update arrives."""
     return 1 if request.param == "base" else setup.ranks

@@ -176,7 +176,7 @@ def check_triton() -> None:
     print(len(TRITON_CASES))
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 def test_triton_interpreted():
     assert run_interpreted(__name__) == str(len(TRITON_CASES))
 

@@ -509,7 +509,7 @@ def test_the_oracle_is_best(seed):
     assert best > 0.5 * min(step.seconds for step in ways)
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 def test_no_step_of_a_job_with_few_groups_is_far_behind(monkeypatch):
     """A job of which a step lost 21% before there was a limit, and one that lost 4.6% while the last group was taken
     for work that can be hidden; what the client says is right, or wrong by two."""

@@ -53,7 +53,7 @@ def test_study(tmp_path):
     ) and "pat 2.00%" in policies_picture.format_title([ours])
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 def test_pictures_of_pages_can_be_drawn_from_their_tables(tmp_path, monkeypatch):
     monkeypatch.setattr(_redraw, "IMAGES", tmp_path)
     assert _redraw.main([]) == 0

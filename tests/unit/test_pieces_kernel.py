@@ -49,12 +49,12 @@ def check() -> None:
     print(len(CASES))
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 def test_interpreted_it_multiplies_as_torch_does():
     assert run_interpreted(__name__) == str(len(CASES))
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 @pytest.mark.parametrize(
     "tokens, rows, depth, stages", [(16, 16, 256, 4), (64, 16, 256, 4), (64, 32, 128, 5), (64, 64, 128, 4)]
 )

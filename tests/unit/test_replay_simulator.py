@@ -114,7 +114,7 @@ def test_lowering_deals_anew_those_that_are_left():
     assert run.seconds - first.now == pytest.approx(left, rel=1e-9)
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "batch"), [("8xH100-qwen3-30b-a3b", 512), ("8xH100-qwen2.5-32b", 1024)])
 def test_a_round_does_not_go_to_and_fro(name, batch):
     """The mixture's tp=4 and tp=8 are nearly the same in the tail, if requests are dealt evenly; ``survival`` counts

@@ -14,7 +14,7 @@ from studies import PROFILES
 from studies.rounds import Engines, SimulatedRound, Simulation
 from studies.shapes import parse_shape
 
-pytestmark = [pytest.mark.unit, pytest.mark.slow, pytest.mark.thorough]
+pytestmark = [pytest.mark.unit, pytest.mark.slow, pytest.mark.long]
 
 PROFILE = PROFILES / "8xH100-qwen3-14b.json"
 SHAPE = parse_shape("body-atom:6.363,0.70,16384,0.01")

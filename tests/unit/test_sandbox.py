@@ -42,7 +42,7 @@ def bubblewrap() -> Bubblewrap:
     return found
 
 
-@pytest.fixture(scope="module", params=["this user", pytest.param("another user", marks=pytest.mark.thorough)])
+@pytest.fixture(scope="module", params=["this user", pytest.param("another user", marks=pytest.mark.long)])
 def attempt(request, bubblewrap) -> Iterator[Callable[[str], dict[str, Any]]]:
     """What happens when a user tries something, by its name.  Another user tries all in one process."""
     with pytest.MonkeyPatch.context() as patched, socket.create_server(("127.0.0.1", 0)) as server:

@@ -14,7 +14,7 @@ MIXTURE, DENSE = starts.A3B.name, starts.LLAMA.name
 
 
 @pytest.mark.parametrize("model, base_tp", [(MIXTURE, 4), (DENSE, 1)])
-@pytest.mark.parametrize("samples, cap, tp", [(64, 4096, 8), pytest.param(512, 8192, 4, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("samples, cap, tp", [(64, 4096, 8), pytest.param(512, 8192, 4, marks=pytest.mark.long)])
 def test_with_room_a_round_starts_where_the_oracle_starts_it(model, base_tp, samples, cap, tp):
     cell = starts.study((model, base_tp, False, samples, cap, 2, 0))
     assert cell.chosen[1:] == cell.oracle_start[1:] == [tp] and max(cell.oracle_lost) < starts.GOAL

@@ -14,7 +14,7 @@ from studies.training import SimulatedTrainer
 pytestmark = [pytest.mark.unit, pytest.mark.slow]
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 def test_steps_with_ranks_lent():
     with lending.STORED.open(newline="") as file:
         heads, *rows = csv.reader(file)
@@ -26,7 +26,7 @@ def test_steps_with_ranks_lent():
     assert tuple(rows[8]) == lending.list_rows([cell])[0]
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 def test_stages_of_a_step():
     rows = _redraw.read_rows("rl_step")
     assert [(row["setting"], row["with"]) for row in rows] == [
