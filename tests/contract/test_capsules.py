@@ -37,10 +37,12 @@ pytestmark = pytest.mark.contract
 
 
 get_logprobs = adapter.rank.get_logprobs
+GIVEN_CUSTOM = {"budget": 4}
 
 
-def request(rid: str = "r", prompt: tuple[int, ...] = (5, 6, 7), **options) -> Req:
-    made = Req(rid, "", adapter.rank.make_tokens(prompt), SamplingParams(), return_logprob=True, **options)
+def request(rid: str = "r", prompt: tuple[int, ...] = (5, 6, 7), custom: dict | None = None, **options) -> Req:
+    params = SamplingParams(custom_params=custom)
+    made = Req(rid, "", adapter.rank.make_tokens(prompt), params, return_logprob=True, **options)
     made.pat_request = SimpleNamespace(input_ids=made.origin_input_ids)
     made.pat_prompt, made.pat_sealed = array("I", prompt), None
     degrees.begin(made, tp=1)
@@ -109,6 +111,7 @@ def move_request(req: Req) -> Req:
     """``req`` after a switch to other ranks."""
     asked = get_logprobs(req)
     options = {"top_logprobs_num": asked.top_logprobs_num, "token_ids_logprob": asked.token_ids_logprob}
+    options |= {"custom_logit_processor": req.custom_logit_processor, "custom": GIVEN_CUSTOM.copy()}
     other = request(stream=req.stream, **options)
     before = {name: repr(getattr(asked, name, None)) for name in LOGPROBS}
     requests.restore_state(other, pickle.loads(pickle.dumps(requests.serialize_request(req))))
@@ -290,6 +293,14 @@ def test_who_was_retracted_takes_its_routed_experts_along():
     assert move_request(req).pat_experts is None
     req.pat_experts = experts
     assert torch.equal(move_request(req).pat_experts, experts)
+
+
+def test_what_a_custom_logit_processor_has_counted_goes_along():
+    req = request(custom_logit_processor="its code", custom=GIVEN_CUSTOM.copy())
+    req.sampling_params.custom_params["seen"] = [7]
+    other = move_request(req).sampling_params.custom_params
+    assert other.keys() == {"budget", "seen", "__req__"} and (other["budget"], other["seen"]) == (4, [7])
+    assert other["__req__"] is not req.sampling_params.custom_params["__req__"]
 
 
 @pytest.mark.parametrize("grammar", [None, object()])

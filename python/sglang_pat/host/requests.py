@@ -176,6 +176,9 @@ CARRIED = tuple(
 )
 """Attributes that go over as they are, in all versions, beside tokens and logprobs."""
 
+ITSELF = "__req__"
+"""Key under which a custom logit processor finds its request in ``custom_params``."""
+
 
 def seal(given: TokenizedGenerateReqInput, prompt: array) -> bytes:
     """Pickle what never changes in a request: the message of the TokenizerManager, and the prompt's token ids."""
@@ -193,13 +196,16 @@ def unseal(sealed: bytes) -> tuple[TokenizedGenerateReqInput, array]:
 
 def read_state(req: Req, given: TokenizedGenerateReqInput) -> tuple[array, dict[str, Any]]:
     """The tokens generated so far (unsigned 32 bit), and the other values that go over, by name: logprobs, what
-    :data:`CARRIED` and the adapter's name, and the prompt if it is no longer the one ``given``."""
+    :data:`CARRIED` and the adapter's name, the prompt if it is no longer the one ``given``, and the ``custom_params`` of
+    a custom logit processor, in which it may count."""
     logprobs = adapter.rank.get_logprobs(req)
     state = {name: getattr(req, name) for name in (*CARRIED, *adapter.rank.CARRIED) if hasattr(req, name)}
     names = (*LOGPROBS, *adapter.rank.FLAT_LOGPROBS)
     state |= {name: getattr(logprobs, name) for name in names if hasattr(logprobs, name)}
     if req.origin_input_ids is not given.input_ids:
         state["origin_input_ids"] = req.origin_input_ids
+    if req.custom_logit_processor and (custom := req.sampling_params.custom_params):
+        state["custom_params"] = {name: value for name, value in custom.items() if name != ITSELF}
     return array("I", req.output_ids), state
 
 
@@ -228,6 +234,8 @@ def write_state(req: Req, output: array, state: dict[str, Any], times: dict[str,
         {name: value for name, value in state.items() if name not in names},
     )
     assign_many(adapter.rank.get_logprobs(req), logprobs, late)
+    if custom := state.pop("custom_params", None):
+        req.sampling_params.custom_params |= custom
     assign_many(req, state | {"output_ids": tokens}, late)
     assign_many(req.time_stats, times)
     if req.surr_offset is not None:
