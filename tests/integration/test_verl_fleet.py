@@ -18,6 +18,7 @@ from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
 from sglang_pat.integrations.verl import adapter, client, fleet, replica, resize, trainers
 from sglang_pat.integrations.verl.fields import DEGREES, MOVES, STEPS, STOPS
+from sglang_pat.messages import GENERATED_PARAM
 from sglang_pat.tools import commands
 
 pytestmark = pytest.mark.integration
@@ -133,7 +134,9 @@ def test_the_limit_that_verls_server_would_set_counts_for_the_whole_response():
     engines = {"a": Engine(1, 4), "b": Engine(2, None)}
     second = engines["b"]
     generate(client.AdaptiveClient, engines, min_new_tokens=3)
-    assert second.asked[0][1] == {"max_new_tokens": 20 - 4, "min_new_tokens": 0}, "20, and not prompt and response: 27"
+    params = second.asked[0][1]
+    assert params.pop("custom_params") == {GENERATED_PARAM: 4}, "policies know that it is no new response"
+    assert params == {"max_new_tokens": 20 - 4, "min_new_tokens": 0}, "20, and not prompt and response: 27"
 
 
 @pytest.mark.parametrize(

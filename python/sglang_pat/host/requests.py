@@ -196,8 +196,8 @@ def unseal(sealed: bytes) -> tuple[TokenizedGenerateReqInput, array]:
 
 def read_state(req: Req, given: TokenizedGenerateReqInput) -> tuple[array, dict[str, Any]]:
     """The tokens generated so far (unsigned 32 bit), and the other values that go over, by name: logprobs, what
-    :data:`CARRIED` and the adapter's name, the prompt if it is no longer the one ``given``, and the ``custom_params`` of
-    a custom logit processor, in which it may count."""
+    :data:`CARRIED` and the adapter's name, the prompt if it is no longer the one ``given``, and the ``custom_params``
+    of a custom logit processor, which may count in them."""
     logprobs = adapter.rank.get_logprobs(req)
     state = {name: getattr(req, name) for name in (*CARRIED, *adapter.rank.CARRIED) if hasattr(req, name)}
     names = (*LOGPROBS, *adapter.rank.FLAT_LOGPROBS)

@@ -17,7 +17,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import TokenOutput
 
 from sglang_pat.integrations.verl.fields import DEGREES, MOVES, STEPS, STOPS, StopReasons, Turns, join_spans
-from sglang_pat.rollout.requests import FIRST_LIVES, LIVES
+from sglang_pat.rollout.requests import FIRST_LIVES, LIVES, leave_room
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +123,7 @@ class SurvivingClient(LLMServerClient):
         limit = min(rollout.response_length, rollout.prompt_length + rollout.response_length - prompt)
         for name in ("max_tokens", "max_new_tokens"):
             limit = params.pop(name, limit)
-        least = params.get("min_new_tokens") or 0
-        return params | {"max_new_tokens": limit - known, "min_new_tokens": max(0, least - known)}
+        return leave_room(params | {"max_new_tokens": limit}, known)
 
 
 def _join(parts: Sequence[TokenOutput], last: TokenOutput) -> TokenOutput:
