@@ -87,6 +87,7 @@ def test_engines_die_in_all_modes(verl_job, tmp_path, monkeypatch, mode):
         check_sync(job)
 
 
+@pytest.mark.long
 def test_engines_come_and_go_until_none_is_left(verl_job, tmp_path, monkeypatch):
     """One engine with GPUs of its own.  Three are wanted, for two there is room.  The first one's node goes, another
     one is started.  Then one is wanted, and its node goes."""
