@@ -45,6 +45,7 @@ BATCH = 8
 """Responses of a step of training."""
 RESPONSES = 4
 """To each problem that is learnt from, at each temperature."""
+BEFORE_SWITCH = 64
 HELD_OUT = 16
 """Problems that the head is tried with, of eight responses each."""
 
@@ -210,38 +211,51 @@ def train(target: Target, groups: Sequence[drafts.Group], epochs: int, folder: P
 
 
 @torch.no_grad()
-def replay(target: Target, head: DraftModel, prompt: list[int], response: list[int], count: int) -> list[int]:
-    """Right drafts of each step in which ``response`` comes about if the head drafts ``count`` tokens in each."""
-    text, embed, right, at, known = [*prompt, *response], target.model.model.embed_tokens, [], 0, 0
-    features, _ = target.read(text)
+def replay(
+    target: Target, head: DraftModel, text: list[int], features: torch.Tensor, span: range, count: int, known: int = 0
+) -> list[int]:
+    """Right drafts of each step in which the tokens at ``span`` of ``text`` come about if the head drafts ``count``.
+
+    Args:
+        known: the head has learnt nothing before this token.
+    """
+    embed, right, at = target.model.model.embed_tokens, [], span.start
     head.forget(0)
-    while at < len(response):
-        have = len(prompt) + at
+    while at < span.stop:
         # The last token's features are not there yet: it is the one that the next step computes.
-        places = torch.arange(max(known, have - 1 - WINDOW), have - 1)
-        tokens = torch.tensor(text)[places + 1]
-        head.learn(
-            Pairs(torch.zeros_like(places), places, tokens, features[places], torch.tensor([len(places) - 1])), embed
-        )
-        known = have - 1
-        drafted = head.draft(torch.tensor([0]), min(count, len(response) - at), embed)[0].tolist()
+        places = torch.arange(max(known, at - 1 - WINDOW), at - 1)
+        drafted: list[int] = []
+        if len(places):
+            pairs = torch.zeros_like(places), places, torch.tensor(text)[places + 1], features[places]
+            head.learn(Pairs(*pairs, torch.tensor([len(places) - 1])), embed)
+            drafted = head.draft(torch.tensor([0]), min(count, span.stop - at), embed)[0].tolist()
+        known = max(known, at - 1)
         # A step gives one token more than drafts are right, and the last one needs no draft.
-        right.append(count_right(drafted[: len(response) - at - 1], response[at:]))
+        right.append(count_right(drafted[: span.stop - at - 1], text[at:]))
         at += right[-1] + 1
     return right
 
 
 def count_accepted(target: Target, folder: Path, groups: Sequence[drafts.Group]) -> list[dict[str, Any]]:
-    """A row for each number of drafted tokens, for the responses of ``drafts.count_accepted``."""
-    head, rows = DraftModel(folder, read_config(folder), 1, torch.float32, "cpu"), []
-    longest = [(group.prompt, one) for group in groups for one in sorted(group.responses, key=len)[-drafts.TAIL :]]
-    for count in drafts.LENGTHS:
-        right = [
-            n for prompt, one in track(longest, f"{count} drafts") for n in replay(target, head, prompt, one, count)
-        ]
-        row = {"drafts from": "the head", "k": count, "tokens a step": mean(n + 1 for n in right)}
-        rows.append(row | {"right": sum(right) / (count * len(right))})
-    return rows
+    """A row for each number of drafted tokens, for the responses of ``drafts.count_accepted``; and for the tokens after
+    the first :data:`BEFORE_SWITCH`, as if there was a switch, after which the head begins anew."""
+    head = DraftModel(folder, read_config(folder), 1, torch.float32, "cpu")
+    right: dict[tuple[str, int], list[int]] = {}
+    for group in track(groups, "the head"):
+        for response in sorted(group.responses, key=len)[-drafts.TAIL :]:
+            text, begin = [*group.prompt, *response], len(group.prompt)
+            features, _ = target.read(text)
+            spans = {("the head", count): (range(begin, len(text)), count, 0) for count in drafts.LENGTHS}
+            if len(response) >= 2 * BEFORE_SWITCH:
+                switch = begin + BEFORE_SWITCH
+                after = range(switch, switch + BEFORE_SWITCH)
+                spans |= {("the head, later", 4): (after, 4, 0), ("the head, anew", 4): (after, 4, switch - 1)}
+            for what, span in spans.items():
+                right.setdefault(what, []).extend(replay(target, head, text, features, *span))
+    return [
+        {"drafts from": name, "k": k, "tokens a step": mean(n + 1 for n in each), "right": mean(each) / k}
+        for (name, k), each in right.items()
+    ]
 
 
 def time_engine(
