@@ -107,7 +107,7 @@ test-peers: $(INTEGRATION)/.sglang_pat_setup
 
 # Hours: inputs that are drawn anew, and all that is marked soak, in both environments.
 soak: setup $(INTEGRATION)/.sglang_pat_setup
-	HYPOTHESIS_PROFILE=search $(PYTEST) tests/unit
+	HYPOTHESIS_PROFILE=search $(PYTEST) tests/unit -m "not soak"
 	HYPOTHESIS_PROFILE=search $(PYTEST) -m soak $(PYTEST_ARGS)
 	$(INTEGRATION)/bin/python -m pytest tests/integration -m soak $(PYTEST_ARGS)
 
