@@ -44,7 +44,7 @@ IN_A_ROW = 3
 BATCH = 8
 """Responses of a step of training."""
 RESPONSES = 4
-"""To each problem that is learnt from, at each temperature."""
+"""Number of responses to each problem that is learnt from, at each temperature."""
 BEFORE_SWITCH = 64
 HELD_OUT = 16
 """Problems that the head is tried with, of eight responses each."""
