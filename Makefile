@@ -22,7 +22,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 RUN := $(VENV)$(OTHER:%=-%)
 RUN_PY := $(RUN)/bin/python
-# LONG=1: also the tests marked long, as CI does.
+# LONG=1: also the tests marked long, as CI runs `make test`.
 WITH_LONG = $(if $(LONG),-m "not soak")
 PYTEST = $(RUN_PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 INTEGRATION := .venv-integration$(OTHER:%=-%)

@@ -262,11 +262,7 @@ def time_engine(
     model: Path, ways: dict[str, list[str]], problems: Sequence[str], tokens: int, turns: int
 ) -> dict[str, list[dict[str, float]]]:
     """Seconds and tokens a step of each round: one response of ``tokens`` tokens to each problem, four at a time."""
-    tokenizer = load_transformers().AutoTokenizer.from_pretrained(model)
-    prompts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": problem}], add_generation_prompt=True)["input_ids"]
-        for problem in problems
-    ]
+    prompts = drafts.make_prompts(model, problems)
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for _ in range(turns):
         for way, flags in ways.items():
@@ -294,7 +290,7 @@ def time_engine(
 
 
 def main() -> int:
-    parser = _bench.options(__doc__, "two problems of everything; three minutes")
+    parser = _bench.options(__doc__, "eight problems to learn from, eight to try; some seven minutes")
     parser.add_argument("--head", type=Path, metavar="FOLDER", help="of a head: train none")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[1.0, 0.7])
     parser.add_argument("--problems", type=int, default=40, help="to learn from (default: %(default)s)")

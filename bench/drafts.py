@@ -124,13 +124,18 @@ def count_accepted(groups: Sequence[Group], before: Sequence[Group] | None, tail
     return rows
 
 
-def sample(model: Path, temperature: float, problems: Sequence[str], group: int, tokens: int) -> list[Group]:
-    """Responses of an engine to each problem, as a chat."""
+def make_prompts(model: Path, problems: Sequence[str]) -> list[list[int]]:
+    """Token ids of each problem, as a chat."""
     tokenizer = load_transformers().AutoTokenizer.from_pretrained(model)
-    prompts = [
+    return [
         tokenizer.apply_chat_template([{"role": "user", "content": problem}], add_generation_prompt=True)["input_ids"]
         for problem in problems
     ]
+
+
+def sample(model: Path, temperature: float, problems: Sequence[str], group: int, tokens: int) -> list[Group]:
+    """Responses of an engine to each problem."""
+    prompts = make_prompts(model, problems)
     sampling = {"temperature": temperature, "max_new_tokens": tokens, "n": group}
     groups = []
     with Server(model, "--tp", "1", "--dp", "2", "--adaptive-tp", max_total_tokens=65536) as server:

@@ -25,9 +25,11 @@ from .weight_updates import (
 )
 
 SETUPS = {"2ranks": (2,), "4ranks-as-on-cuda": (4, "as on CUDA"), "reshard": (2, "--pat-weights", "reshard")}
+QUICK = "4ranks-as-on-cuda"
+"""Name of the setup that also runs without ``LONG=1``."""
 
 
-@pytest.fixture(scope="module", params=[long("2ranks"), "4ranks-as-on-cuda", long("reshard")])
+@pytest.fixture(scope="module", params=[name if name == QUICK else long(name) for name in SETUPS])
 def setup(request, servers, marker) -> Setup:
     return Setup(servers, marker, *SETUPS[request.param])
 
