@@ -46,6 +46,8 @@ BATCH = 8
 RESPONSES = 4
 """Number of responses to each problem that is learnt from, at each temperature."""
 BEFORE_SWITCH = 64
+KEPT = (0, 16, 64, 128)
+"""Numbers of tokens before a switch that the head still knows after it."""
 HELD_OUT = 16
 """Problems that the head is tried with, of eight responses each."""
 
@@ -238,7 +240,7 @@ def replay(
 
 def count_accepted(target: Target, folder: Path, groups: Sequence[drafts.Group]) -> list[dict[str, Any]]:
     """A row for each number of drafted tokens, for the responses of ``drafts.count_accepted``; and for the tokens after
-    the first :data:`BEFORE_SWITCH`, as if there was a switch, after which the head begins anew."""
+    the first :data:`BEFORE_SWITCH`, as if there was a switch, after which the head knows the last of those before."""
     head = DraftModel(folder, read_config(folder), 1, torch.float32, "cpu")
     right: dict[tuple[str, int], list[int]] = {}
     for group in track(groups, "the head"):
@@ -249,7 +251,8 @@ def count_accepted(target: Target, folder: Path, groups: Sequence[drafts.Group])
             if len(response) >= 2 * BEFORE_SWITCH:
                 switch = begin + BEFORE_SWITCH
                 after = range(switch, switch + BEFORE_SWITCH)
-                spans |= {("the head, later", 4): (after, 4, 0), ("the head, anew", 4): (after, 4, switch - 1)}
+                spans |= {("the head, later", 4): (after, 4, 0)}
+                spans |= {(f"the head, {kept} tokens kept", 4): (after, 4, switch - 1 - kept) for kept in KEPT}
             for what, span in spans.items():
                 right.setdefault(what, []).extend(replay(target, head, text, features, *span))
     return [
