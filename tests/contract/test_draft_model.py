@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.host import adapter, features
-from sglang_pat.rank.draft_model import DraftModel, Pairs, read_config
+from sglang_pat.rank.draft_model import KEPT, PLACES, WINDOW, DraftModel, Pairs, read_config
 from sglang_pat.rank.model_drafts import Lines, choose_rows
 from sglang_pat.testing import models
 
@@ -81,6 +82,33 @@ def test_requests_do_not_see_each_other(head):
         assert (alone._at[line] == -1).all()
 
 
+@pytest.mark.parametrize("length", [KEPT // 2, KEPT + 1, PLACES + KEPT // 2])
+def test_another_rank_goes_on_with_what_was_learnt(head, length):
+    """A rank that takes a request over drafts as one that has learnt its last tokens itself."""
+    embedding, tokens, features = torch.randn(503, 64), torch.randint(0, 503, (length,)), torch.randn(length, 128)
+
+    def feed(model, line, first, last):
+        for at in range(first, last, WINDOW):
+            part = torch.arange(at, min(at + WINDOW, last))
+            pairs = Pairs(torch.full_like(part, line), part, tokens[part], features[part], torch.tensor([len(part) - 1]))
+            model.learn(pairs, lambda t: embedding[t])
+
+    def draft(model, line):
+        return model.draft(torch.tensor([line]), 4, lambda t: embedding[t])[0].tolist()
+
+    whole, last, taken = (make_model(head) for _ in range(3))
+    feed(whole, 1, 0, length)
+    feed(whole, 3, 0, 5)
+    whole.draft(torch.tensor([1, 3]), 4, lambda t: embedding[t])  # its keys are not those of the request
+    feed(last, 0, max(length - KEPT, 0), length)
+    feed(taken, 2, 0, min(length, WINDOW))  # of another request
+    taken.write([2, 0], pickle.loads(pickle.dumps(whole.read([1, 3]))))
+    assert draft(taken, 2) == draft(last, 0)
+    assert draft(taken, 0) == draft(whole, 3)
+    taken.write([2], whole.read([3]))
+    assert draft(taken, 2) == draft(whole, 3)
+
+
 BAD = [
     ({"draft_vocab_size": None}, "draft_vocab_size"),
     ({"norm_before_residual": True}, "norm_before_residual"),
@@ -123,7 +151,9 @@ def test_lines_go_to_those_that_learnt_last():
     lines.end("a")
     lines.end("b")
     assert lines.use("d", 1)[1] and lines.find("c", 7) == line
-    lines.clear()
+    lines.keep({"c"})
+    assert lines.find("c", 7) == line and lines.find("d", 1) is None
+    lines.keep(())
     assert lines.find("c", 7) is None
 
 

@@ -144,7 +144,6 @@ class AdaptiveScheduler(RankScheduler):
         # switch neither holds by itself.  For a seed from (seed, switch, group) nothing has to be sent.
         seeds.set_seed((self.random_seed + 7919 * layout.group_of(self.rank) + 104729 * epoch) % (1 << 31))
         self.load.reset_for_new_group()
-        self.speculation.forget()
 
     def clear_pools(self) -> None:
         kv.clear_pools(self)

@@ -4,14 +4,15 @@ The head is one decoder layer.  From what the model's layers made of a token (it
 it, it predicts the one after that; its own output stands for the features of what it has drafted.  Each rank has the
 whole head, and all ranks of a group draft the same.
 
-The head attends to the last :data:`WINDOW` tokens of a request, since the rank's group was entered.  As there is one
-layer, their keys and values follow from features and tokens alone: nothing has to be computed anew for a prompt.
+The head attends to the last :data:`WINDOW` tokens of a request.  As there is one layer, their keys and values follow
+from features and tokens alone: nothing has to be computed anew for a prompt.  To ranks that take a request over go those
+of the last :data:`KEPT` tokens.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,8 @@ from sglang_pat.config import MOST_DRAFTS
 
 WINDOW = 512
 """Tokens of a request that the head attends to."""
+KEPT = 64
+"""Tokens of a request of which other ranks are told: docs/results/speculation.md has what fewer and more give."""
 PLACES = WINDOW + MOST_DRAFTS
 """Places for keys and values of a request: those of drafts come in on top."""
 
@@ -107,6 +110,23 @@ class Pairs:
     positions: torch.Tensor
     tokens: torch.Tensor
     features: torch.Tensor
+    last: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What the head knows of a request, for ranks that lack it; in host memory.
+
+    Attributes:
+        key_values: of the last :data:`KEPT` pairs, ``[KEPT, 2, kv_heads, width]``.
+        known: which of these there are, bool ``[KEPT]``.
+        hidden: features of the last pair, joined, ``[hidden]``.
+        last: its position and token, int64 ``[2]``.
+    """
+
+    key_values: torch.Tensor
+    known: torch.Tensor
+    hidden: torch.Tensor
     last: torch.Tensor
 
 
@@ -202,6 +222,30 @@ class DraftModel:
         lines = pairs.lines[pairs.last]
         self._hidden[lines] = joined[pairs.last]
         self._last[:, lines] = torch.stack([pairs.positions[pairs.last], pairs.tokens[pairs.last]])
+
+    def read(self, lines: Sequence[int]) -> list[Learnt]:
+        """What is known of the requests on ``lines``."""
+        at = torch.tensor(lines, device=self._at.device)
+        places, positions = self._find_last_places(at)
+        parts = self._kv[at[:, None], places], self._at[at[:, None], places] == positions, self._hidden[at]
+        rows = zip(*(part.cpu() for part in (*parts, self._last[:, at].T)), strict=True)
+        return [Learnt(*(part.clone() for part in row)) for row in rows]  # a view is pickled with all of its tensor
+
+    def write(self, lines: Sequence[int], learnt: Sequence[Learnt]) -> None:
+        """Know of the requests on ``lines`` what was ``learnt`` of them elsewhere, and nothing else."""
+        at = torch.tensor(lines, device=self._at.device)
+        self._last[:, at] = torch.stack([one.last for one in learnt], dim=1).to(at.device)
+        self._hidden[at] = torch.stack([one.hidden for one in learnt]).to(at.device)
+        places, positions = self._find_last_places(at)
+        self._kv[at[:, None], places] = torch.stack([one.key_values for one in learnt]).to(at.device)
+        known = torch.stack([one.known for one in learnt]).to(at.device)
+        self._at[at] = -1
+        self._at[at[:, None], places] = torch.where(known, positions, -1)
+
+    def _find_last_places(self, lines: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Places and positions of the last :data:`KEPT` pairs on each of ``lines``."""
+        positions = self._last[0, lines, None] + torch.arange(1 - KEPT, 1, device=lines.device)
+        return positions % PLACES, positions
 
     def draft(self, lines: torch.Tensor, count: int, embed: Embed) -> torch.Tensor:
         """Tokens that are expected next on these ``lines``, int64 ``[lines, count]``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,7 @@ from sglang_pat.host import requests as host
 from sglang_pat.host.batches import ScheduleBatch
 from sglang_pat.host.features import Rows
 from sglang_pat.host.requests import Req
-from sglang_pat.rank.draft_model import WINDOW, Pairs
+from sglang_pat.rank.draft_model import WINDOW, Learnt, Pairs
 from sglang_pat.speculate.acceptance import MOST_ROWS
 from sglang_pat.switch.transfer import upload
 
@@ -55,10 +55,11 @@ class Lines:
         if name in self._used:
             self._free.append(self._used.pop(name)[0])
 
-    def clear(self) -> None:
-        self._free += [line for line, _ in self._used.values()]
+    def keep(self, names: Collection[str]) -> None:
+        """End all requests but these."""
+        for name in self._used.keys() - names:
+            self.end(name)
         self._free.sort()
-        self._used.clear()
 
 
 def choose_rows(names: Sequence[str], positions: Sequence[int], lengths: Mapping[str, int]) -> list[int]:
@@ -76,7 +77,7 @@ def choose_rows(names: Sequence[str], positions: Sequence[int], lengths: Mapping
 class ModelDrafts:
     """The trained drafter of a rank, fed with what the model makes of each step's tokens.
 
-    All ranks of a group have the same calls since :meth:`forget`.
+    All ranks of a group have the same calls since :meth:`enter_group`.
     """
 
     def __init__(self, scheduler: SwitchingScheduler) -> None:
@@ -93,8 +94,25 @@ class ModelDrafts:
         return self._base_share * self._scheduler.layouts.layout.tp
 
     def forget(self) -> None:
-        """Forget all requests: the ranks of the group, or the weights, are others."""
-        self._lines.clear()
+        """Forget all requests."""
+        self._lines.keep(())
+
+    def read(self, reqs: Sequence[Req]) -> dict[str, Learnt]:
+        """What the model knows of ``reqs``, by name; of those of which it does not know all tokens nothing."""
+        lines = {host.get_name(req): line for req in reqs if (line := self._find(req)) is not None}
+        return dict(zip(lines, self._model.read(list(lines.values())), strict=True)) if lines else {}
+
+    def enter_group(self, reqs: Sequence[Req]) -> None:
+        """Go on with ``reqs``, those of a new group, of which each was known to this rank or came with what is known.
+
+        All ranks of the group know the same requests now, though of those that they had before more tokens.
+        """
+        known = [req for req in reqs if self.knows(req) or req.pat_learnt][-MOST_ROWS:]
+        new = [req for req in known if not self.knows(req)]
+        self._lines.keep({host.get_name(req) for req in known}.difference(map(host.get_name, new)))
+        lines = {id(req): self._lines.use(host.get_name(req), host.count_tokens(req))[0] for req in known}
+        if new:
+            self._model.write([lines[id(req)] for req in new], [req.pat_learnt for req in new])
 
     def end(self, req: Req) -> None:
         self._lines.end(host.get_name(req))

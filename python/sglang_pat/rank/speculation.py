@@ -20,6 +20,7 @@ from sglang_pat.host.requests import Req
 from sglang_pat.messages import EndedText, SiblingTexts, StepCounts, get_most_drafts
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile
+from sglang_pat.rank.draft_model import Learnt
 from sglang_pat.rank.model_drafts import ModelDrafts
 from sglang_pat.speculate.acceptance import GAIN, KEYS, MOST_ROWS, OF_MODEL, Acceptance, choose_counts
 from sglang_pat.speculate.drafter import CONTEXT, Drafter
@@ -33,7 +34,7 @@ Drafts = tuple[int, int, int]
 
 def begin(req: Req) -> None:
     """Note that ``req`` is new."""
-    req.pat_drafts = (0, 0, 0)
+    req.pat_drafts, req.pat_learnt = (0, 0, 0), None
 
 
 def _get_texts(req: Req) -> tuple[int, str, Sequence[int], Sequence[int]]:
@@ -67,10 +68,23 @@ class Speculation:
         self.chances: list[float] = []
 
     def forget(self) -> None:
-        """Forget all requests and texts: the ranks of the group, or the weights, are others."""
+        """Forget all requests and texts: the weights are others."""
         self._drafter.forget()
         if self._model:
             self._model.forget()
+
+    def read_learnt(self, reqs: list[Req]) -> dict[str, Learnt]:
+        """What the model has learnt of ``reqs``, by name, for ranks that are to take them over."""
+        return self._model.read(reqs) if self._model else {}
+
+    def enter_group(self, reqs: list[Req], acceptance: Acceptance) -> None:
+        """Go on in another group of ranks, with the requests ``reqs`` that decode and its leader's ``acceptance``."""
+        self.acceptance = acceptance
+        self._drafter.forget()
+        if self._model:
+            self._model.enter_group(reqs)
+        for req in reqs:
+            req.pat_learnt = None
 
     def record_ended(self, reqs: list[Req]) -> None:
         """Take in those of ``reqs`` that have ended, for their siblings, and tell of them: some are elsewhere."""

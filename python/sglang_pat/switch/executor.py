@@ -293,7 +293,7 @@ class SwitchExecutor:
         leader = install.find_old_leader(self.rank, self.layouts.layout, new)
         self.scheduler.enter_layout(new, epoch, fence)
         loop.write_counters(self.scheduler, offers[leader].taken)
-        self.scheduler.speculation.acceptance = offers[leader].acceptance
+        self.scheduler.speculation.enter_group([req for req, _, _ in incoming.decoding], offers[leader].acceptance)
         if self.experts is not None:
             self.experts.turn(leads=self.rank in new.leaders)
         for req in [req for req, _, _ in incoming.decoding] + incoming.waiting:

@@ -21,6 +21,7 @@ from sglang_pat.host.requests import Req
 from sglang_pat.layout import ParallelLayout, needs_capsules
 from sglang_pat.messages import NO_KV, Grammar
 from sglang_pat.rank.degrees import Degrees
+from sglang_pat.rank.draft_model import Learnt
 from sglang_pat.rank.speculation import Drafts
 from sglang_pat.speculate.acceptance import Acceptance
 from sglang_pat.switch import plan
@@ -128,7 +129,7 @@ class Capsule:
         ending: whether it ends with its next step, as it was aborted.
         compiling: whether it waits for its grammar; ``constrained``: whether it has one, which may be to come.
         degrees: TP degrees that generated its tokens (``rank/degrees.py``).
-        drafts: how many were drafted (``rank/speculation.py``).
+        drafts: how many were drafted (``rank/speculation.py``); ``learnt``: what the trained drafter knows of it.
         experts: routed experts of its tokens, if it was retracted and takes them along; else None.
     """
 
@@ -141,6 +142,7 @@ class Capsule:
     constrained: bool
     degrees: Degrees
     drafts: Drafts
+    learnt: Learnt | None
     experts: torch.Tensor | None
 
 
@@ -154,7 +156,7 @@ def pickle_request(req: Req) -> bytes:
     return req.pat_sealed
 
 
-def serialize_request(req: Req) -> Capsule:
+def serialize_request(req: Req, learnt: Learnt | None = None) -> Capsule:
     """Make the capsule of ``req``, which is not touched but for its seal."""
     output, state = host.read_state(req, req.pat_request)
     for name in host.LOGPROBS:
@@ -171,6 +173,7 @@ def serialize_request(req: Req) -> Capsule:
         constrained=grammars.get_grammar(req) is not None,
         degrees=req.pat_degrees,
         drafts=req.pat_drafts,
+        learnt=learnt,
         experts=host.get_kept_experts(req),
     )
 
@@ -183,7 +186,7 @@ def restore_state(req: Req, capsule: Capsule) -> None:
             # Those that were sent keep their places, by which SGLang finds the others.
             state[name] = [None] * logprobs.sent + logprobs.entries
     host.write_state(req, capsule.output, state, capsule.times)
-    req.pat_degrees, req.pat_drafts = capsule.degrees, capsule.drafts
+    req.pat_degrees, req.pat_drafts, req.pat_learnt = capsule.degrees, capsule.drafts, capsule.learnt
     req.pat_experts = capsule.experts
 
 
@@ -346,9 +349,10 @@ def make_offer(
     capsules: dict[int, bytes] = {}
     if scheduler.is_leader and needs_capsules(old, new):
         bound: dict[int, list[Capsule]] = {}
+        learnt = scheduler.speculation.read_learnt(live)
         for req, dest in zip(live + waiting, dests, strict=True):
             if new.tp > old.tp or dest != own:  # else nobody lacks it
-                bound.setdefault(dest, []).append(serialize_request(req))
+                bound.setdefault(dest, []).append(serialize_request(req, learnt.get(host.get_name(req))))
         capsules = {dest: pickle.dumps(found, pickle.HIGHEST_PROTOCOL) for dest, found in bound.items()}
     output = scheduler.output
     offer = GroupOffer(
