@@ -111,7 +111,12 @@ SETUPS = {
         model="llama-kv2", ranks=2, long=True, count=2, lends=True, flags=("--pat-speculate", "4"), limits=REPEATED
     ),
     "lent-4-ranks-drafts": Setup(
-        model="llama-flat", ranks=4, count=2, lends=True, flags=(*CHUNKED, "--pat-speculate", "4"), limits=REPEATED
+        model="llama-flat",
+        ranks=4,
+        count=2,
+        lends=True,
+        flags=(*CHUNKED, "--pat-speculate", "4", "--pat-draft-model", str(HEAD)),
+        limits=REPEATED,
     ),
     "lent-8-ranks": Setup(model="llama-kv2", ranks=8, long=True, count=3, lends=True, limits=FEW),
     # As PAT moves weights and KV; its group is made on first use.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -11,9 +12,9 @@ import pytest
 from aiohttp import web
 
 from sglang_pat.messages import BeginRound
-from sglang_pat.rollout import http
+from sglang_pat.rollout import client, http
 from sglang_pat.rollout.admitter import Admitter
-from sglang_pat.rollout.client import RolloutClient
+from sglang_pat.rollout.client import RolloutClient, make_socket
 from sglang_pat.rollout.records import Group
 from sglang_pat.rollout.rounds import WeightsChanged
 
@@ -234,3 +235,26 @@ async def test_an_abort_in_any_turn_of_a_samples_start_is_no_error(turns):
             await asyncio.sleep(0)
         backend.abort("one")
         assert (await asked).token_ids in ([], [7] * 3)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_only_connections_to_several_servers_break_with_their_machine(monkeypatch, servers):
+    """Of sockets that are kept alive the kernel finds out within ten seconds that the other machine has gone."""
+    made: list[list[int]] = []
+
+    def make(address):
+        sock = make_socket(address)
+        made.append([sock.getsockopt(socket.IPPROTO_TCP, option) for option in client.KEEPALIVE])
+        return sock
+
+    monkeypatch.setattr(client, "make_socket", make)
+
+    async def run() -> None:
+        async with serve(PlayedServer()) as one, serve(PlayedServer()) as other:
+            events = RolloutClient([one, other][:servers]).async_rollout(admitter(3, 4, 3), {"max_new_tokens": 50}, 0)
+            assert len([event async for event in events]) == 3
+
+    asyncio.run(run())
+    assert made == [[*client.KEEPALIVE.values()]] * len(made) and bool(made) == (servers > 1)
+    idle, interval, count, unanswered = client.KEEPALIVE.values()
+    assert idle + interval * count == unanswered // 1000 == 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,6 +16,21 @@ from sglang_pat.rollout.rounds import RolloutCalls, RolloutRound
 
 BUFFER_BYTES = 1 << 26
 """The longest line of an answer: half a million tokens."""
+
+KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 4, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 10_000,
+}  # fmt: skip
+"""Options with which a connection breaks ten seconds after the other machine has gone, s and ms: by default hours, if
+nothing is sent.  The kernel there answers, so a server that is busy or stopped breaks none."""
+
+
+def make_socket(address: tuple[Any, ...]) -> socket.socket:
+    """A socket for ``address`` (of ``getaddrinfo``), with :data:`KEEPALIVE`."""
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
 
 class RolloutClient(RolloutCalls):
@@ -63,7 +79,8 @@ class RolloutClient(RolloutCalls):
 
     @asynccontextmanager
     async def _connect(self) -> AsyncGenerator[HttpBackend | FleetBackend]:
-        connector = aiohttp.TCPConnector(limit=0)
+        # A single server has no other to take its samples over: it may come back.
+        connector = aiohttp.TCPConnector(limit=0, socket_factory=make_socket if len(self.urls) > 1 else None)
         timeout = aiohttp.ClientTimeout(total=None)
         session = aiohttp.ClientSession(
             connector=connector, timeout=timeout, headers=self._headers, read_bufsize=BUFFER_BYTES

@@ -262,7 +262,7 @@ class HttpBackend:
             logger.warning("an abort was not taken: %s", error)
 
     async def _watch_server(self) -> None:
-        """A server that is stopped, or unplugged, closes no connection: ask it something now and then."""
+        """A server that is stopped closes no connection: ask it something now and then."""
         now = asyncio.get_running_loop().time
         heard = now()
         while True:
