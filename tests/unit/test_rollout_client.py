@@ -239,7 +239,7 @@ async def test_an_abort_in_any_turn_of_a_samples_start_is_no_error(turns):
 
 @pytest.mark.parametrize("servers", [1, 2])
 def test_only_connections_to_several_servers_break_with_their_machine(monkeypatch, servers):
-    """Of sockets that are kept alive the kernel finds out within ten seconds that the other machine has gone."""
+    """The kernel finds out within ten seconds that the other machine of a connection has gone."""
     made: list[list[int]] = []
 
     def make(address):
