@@ -102,17 +102,18 @@ class ModelDrafts:
         lines = {host.get_name(req): line for req in reqs if (line := self._find(req)) is not None}
         return dict(zip(lines, self._model.read(list(lines.values())), strict=True)) if lines else {}
 
-    def enter_group(self, reqs: Sequence[Req]) -> None:
-        """Go on with ``reqs``, those of a new group, of which each was known to this rank or came with what is known.
+    def enter_group(self, reqs: Sequence[Req], learnt: Mapping[str, Learnt]) -> None:
+        """Go on with ``reqs``, those of a new group, and with what was ``learnt`` elsewhere, by name.
 
-        All ranks of the group know the same requests now, though of those that they had before more tokens.
+        All ranks of the group know the same requests now; of those that they had before, more tokens.
         """
-        known = [req for req in reqs if self.knows(req) or req.pat_learnt][-MOST_ROWS:]
-        new = [req for req in known if not self.knows(req)]
-        self._lines.keep({host.get_name(req) for req in known}.difference(map(host.get_name, new)))
-        lines = {id(req): self._lines.use(host.get_name(req), host.count_tokens(req))[0] for req in known}
-        if new:
-            self._model.write([lines[id(req)] for req in new], [req.pat_learnt for req in new])
+        tokens = {host.get_name(req): host.count_tokens(req) for req in reqs}
+        own = {name for name in tokens if self._lines.find(name, tokens[name]) is not None}
+        known = [name for name in tokens if name in own or name in learnt][-MOST_ROWS:]
+        self._lines.keep(own.intersection(known))
+        lines = {name: self._lines.use(name, tokens[name])[0] for name in known}
+        if new := [name for name in known if name not in own]:
+            self._model.write([lines[name] for name in new], [learnt[name] for name in new])
 
     def end(self, req: Req) -> None:
         self._lines.end(host.get_name(req))

@@ -7,7 +7,7 @@ changed, and the profile.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,7 +34,7 @@ Drafts = tuple[int, int, int]
 
 def begin(req: Req) -> None:
     """Note that ``req`` is new."""
-    req.pat_drafts, req.pat_learnt = (0, 0, 0), None
+    req.pat_drafts = (0, 0, 0)
 
 
 def _get_texts(req: Req) -> tuple[int, str, Sequence[int], Sequence[int]]:
@@ -77,14 +77,17 @@ class Speculation:
         """What the model has learnt of ``reqs``, by name, for ranks that are to take them over."""
         return self._model.read(reqs) if self._model else {}
 
-    def enter_group(self, reqs: list[Req], acceptance: Acceptance) -> None:
-        """Go on in another group of ranks, with the requests ``reqs`` that decode and its leader's ``acceptance``."""
+    def enter_group(self, reqs: list[Req], learnt: Mapping[str, Learnt], acceptance: Acceptance) -> None:
+        """Go on in another group of ranks, with its ``reqs`` that decode.
+
+        Args:
+            learnt: what the model has learnt elsewhere of those that this rank did not have, by name.
+            acceptance: the leader's.
+        """
         self.acceptance = acceptance
         self._drafter.forget()
         if self._model:
-            self._model.enter_group(reqs)
-        for req in reqs:
-            req.pat_learnt = None
+            self._model.enter_group(reqs, learnt)
 
     def record_ended(self, reqs: list[Req]) -> None:
         """Take in those of ``reqs`` that have ended, for their siblings, and tell of them: some are elsewhere."""

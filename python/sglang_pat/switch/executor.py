@@ -293,10 +293,11 @@ class SwitchExecutor:
         leader = install.find_old_leader(self.rank, self.layouts.layout, new)
         self.scheduler.enter_layout(new, epoch, fence)
         loop.write_counters(self.scheduler, offers[leader].taken)
-        self.scheduler.speculation.enter_group([req for req, _, _ in incoming.decoding], offers[leader].acceptance)
+        decoding = [req for req, _, _ in incoming.decoding]
+        self.scheduler.speculation.enter_group(decoding, incoming.learnt, offers[leader].acceptance)
         if self.experts is not None:
             self.experts.turn(leads=self.rank in new.leaders)
-        for req in [req for req, _, _ in incoming.decoding] + incoming.waiting:
+        for req in decoding + incoming.waiting:
             set_entry_time(req, incoming.entered.get(get_name(req), get_entry_time(req)))
         install.install_requests(self.scheduler, incoming)
         self._mark("install")

@@ -186,7 +186,7 @@ def restore_state(req: Req, capsule: Capsule) -> None:
             # Those that were sent keep their places, by which SGLang finds the others.
             state[name] = [None] * logprobs.sent + logprobs.entries
     host.write_state(req, capsule.output, state, capsule.times)
-    req.pat_degrees, req.pat_drafts, req.pat_learnt = capsule.degrees, capsule.drafts, capsule.learnt
+    req.pat_degrees, req.pat_drafts = capsule.degrees, capsule.drafts
     req.pat_experts = capsule.experts
 
 
@@ -251,6 +251,7 @@ class IncomingRequests:
             earlier one.
         waiting: requests that start with a prefill.
         parked: waiting requests whose KV came along, as in ``decoding``.
+        learnt: what the trained drafter knows of those that decode and that this rank did not have, by name.
         place: slot of the new pool view for each slot of the plan, int64 ``[num_slots + 1]``.
         entered: rid -> when it came into the queue, of those that this rank held: their leader's clock counts, since
             priority scheduling sorts by it.
@@ -259,6 +260,7 @@ class IncomingRequests:
     decoding: list[tuple[Req, np.ndarray, int]] = field(default_factory=list)
     waiting: list[Req] = field(default_factory=list)
     parked: list[tuple[Req, np.ndarray, int]] = field(default_factory=list)
+    learnt: dict[str, Learnt] = field(default_factory=dict)
     place: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
     entered: dict[str, float] = field(default_factory=dict)
 
@@ -431,10 +433,12 @@ def rebuild_requests(
         for live, row, decodes in planned:
             if live.dest != mine:
                 continue
-            req = next(coming)
+            given = req = next(coming)
             goes_on = decodes and isinstance(req, Req) and kv.get_line(req) is not None
             if not goes_on:
-                req = _rebuild_one(scheduler, req)
+                req = _rebuild_one(scheduler, given)
+            if decodes and isinstance(given, Capsule) and given.learnt is not None:
+                incoming.learnt[host.get_name(req)] = given.learnt
             if not decodes:
                 recompute.append(req)
             if row is not None:
