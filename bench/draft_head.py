@@ -47,7 +47,7 @@ RESPONSES = 4
 """Number of responses to each problem that is learnt from, at each temperature."""
 BEFORE_SWITCH = 64
 KEPT = (0, 16, 64, 128)
-"""Numbers of tokens before a switch that the head still knows after it."""
+"""Numbers of tokens before a switch that the head still knows after it; an engine moves 128."""
 HELD_OUT = 16
 """Problems that the head is tried with, of eight responses each."""
 

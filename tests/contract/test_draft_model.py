@@ -90,7 +90,9 @@ def test_another_rank_goes_on_with_what_was_learnt(head, length):
     def feed(model, line, first, last):
         for at in range(first, last, WINDOW):
             part = torch.arange(at, min(at + WINDOW, last))
-            pairs = Pairs(torch.full_like(part, line), part, tokens[part], features[part], torch.tensor([len(part) - 1]))
+            pairs = Pairs(
+                torch.full_like(part, line), part, tokens[part], features[part], torch.tensor([len(part) - 1])
+            )
             model.learn(pairs, lambda t: embedding[t])
 
     def draft(model, line):

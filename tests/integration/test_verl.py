@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from importlib.metadata import version
 
 import pytest
 
@@ -32,6 +33,7 @@ def test_each_step_switches_and_trainer_and_engine_agree(verl_job):
 
 
 @pytest.mark.long
+@pytest.mark.skipif(version("sglang") == "0.5.23", reason="its ServerArgs is no dataclass: verl 0.9.1 cannot start it")
 def test_reward_and_loss_are_those_of_stock_sglang(verl_job):
     """Greedy, same seed.  Losses are sums in the order in which responses ended: equal but for rounding.
 

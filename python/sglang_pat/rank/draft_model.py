@@ -27,7 +27,7 @@ from sglang_pat.config import MOST_DRAFTS
 
 WINDOW = 512
 """Tokens of a request that the head attends to."""
-KEPT = 64
+KEPT = 128
 """Tokens of a request of which other ranks are told: docs/results/speculation.md has what fewer and more give."""
 PLACES = WINDOW + MOST_DRAFTS
 """Places for keys and values of a request: those of drafts come in on top."""
