@@ -5,7 +5,7 @@ it, it predicts the one after that; its own output stands for the features of wh
 whole head, and all ranks of a group draft the same.
 
 The head attends to the last :data:`WINDOW` tokens of a request.  As there is one layer, their keys and values follow
-from features and tokens alone: nothing has to be computed anew for a prompt.  To ranks that take a request over go those
+from features and tokens alone: nothing has to be computed anew for a prompt.  Ranks that take a request over get those
 of the last :data:`KEPT` tokens.
 """
 
