@@ -46,8 +46,8 @@ BATCH = 8
 RESPONSES = 4
 """Number of responses to each problem that is learnt from, at each temperature."""
 BEFORE_SWITCH = 64
-KEPT = (0, 16, 64, 128)
-"""Numbers of tokens before a switch that the head still knows after it; an engine moves 128."""
+STILL_KNOWN = (0, 16, 64, 128)
+"""Numbers of tokens before a switch that the head still knows after it; an engine moves ``draft_model.KEPT``."""
 HELD_OUT = 16
 """Problems that the head is tried with, of eight responses each."""
 
@@ -252,7 +252,7 @@ def count_accepted(target: Target, folder: Path, groups: Sequence[drafts.Group])
                 switch = begin + BEFORE_SWITCH
                 after = range(switch, switch + BEFORE_SWITCH)
                 spans |= {("the head, later", 4): (after, 4, 0)}
-                spans |= {(f"the head, {kept} tokens kept", 4): (after, 4, switch - 1 - kept) for kept in KEPT}
+                spans |= {(f"the head, {kept} tokens kept", 4): (after, 4, switch - 1 - kept) for kept in STILL_KNOWN}
             for what, span in spans.items():
                 right.setdefault(what, []).extend(replay(target, head, text, features, *span))
     return [

@@ -104,10 +104,10 @@ def test_another_rank_goes_on_with_what_was_learnt(head, length):
     whole.draft(torch.tensor([1, 3]), 4, lambda t: embedding[t])  # its keys are not those of the request
     feed(last, 0, max(length - KEPT, 0), length)
     feed(taken, 2, 0, min(length, WINDOW))  # of another request
-    taken.write([2, 0], pickle.loads(pickle.dumps(whole.read([1, 3]))))
+    taken.write(torch.tensor([2, 0]), pickle.loads(pickle.dumps(whole.read(torch.tensor([1, 3])))))
     assert draft(taken, 2) == draft(last, 0)
     assert draft(taken, 0) == draft(whole, 3)
-    taken.write([2], whole.read([3]))
+    taken.write(torch.tensor([2]), whole.read(torch.tensor([3])))
     assert draft(taken, 2) == draft(whole, 3)
 
 

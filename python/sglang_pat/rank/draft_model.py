@@ -223,29 +223,26 @@ class DraftModel:
         self._hidden[lines] = joined[pairs.last]
         self._last[:, lines] = torch.stack([pairs.positions[pairs.last], pairs.tokens[pairs.last]])
 
-    def read(self, lines: Sequence[int]) -> list[Learnt]:
-        """What is known of the requests on ``lines``."""
-        at = torch.tensor(lines, device=self._at.device)
-        places, positions = self._find_last_places(at)
-        parts = self._kv[at[:, None], places], self._at[at[:, None], places] == positions, self._hidden[at]
-        rows = zip(*(part.cpu() for part in (*parts, self._last[:, at].T)), strict=True)
+    def read(self, lines: torch.Tensor) -> list[Learnt]:
+        """What is known of the requests on ``lines``, int64 ``[requests]``."""
+        where, positions = self._find_last_places(lines)
+        parts = self._kv[where], self._at[where] == positions, self._hidden[lines], self._last[:, lines].T
+        rows = zip(*(part.cpu() for part in parts), strict=True)
         return [Learnt(*(part.clone() for part in row)) for row in rows]  # a view is pickled with all of its tensor
 
-    def write(self, lines: Sequence[int], learnt: Sequence[Learnt]) -> None:
+    def write(self, lines: torch.Tensor, learnt: Sequence[Learnt]) -> None:
         """Know of the requests on ``lines`` what was ``learnt`` of them elsewhere, and nothing else."""
-        at = torch.tensor(lines, device=self._at.device)
-        self._last[:, at] = torch.stack([one.last for one in learnt], dim=1).to(at.device)
-        self._hidden[at] = torch.stack([one.hidden for one in learnt]).to(at.device)
-        places, positions = self._find_last_places(at)
-        self._kv[at[:, None], places] = torch.stack([one.key_values for one in learnt]).to(at.device)
-        known = torch.stack([one.known for one in learnt]).to(at.device)
-        self._at[at] = -1
-        self._at[at[:, None], places] = torch.where(known, positions, -1)
+        rows = zip(*((one.key_values, one.known, one.hidden, one.last) for one in learnt), strict=True)
+        key_values, known, hidden, last = (torch.stack(row).to(lines.device) for row in rows)
+        self._last[:, lines], self._hidden[lines] = last.T, hidden
+        where, positions = self._find_last_places(lines)
+        self._at[lines] = -1
+        self._kv[where], self._at[where] = key_values, torch.where(known, positions, -1)
 
-    def _find_last_places(self, lines: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Places and positions of the last :data:`KEPT` pairs on each of ``lines``."""
+    def _find_last_places(self, lines: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Line and place, and position, of the last :data:`KEPT` pairs on each of ``lines``."""
         positions = self._last[0, lines, None] + torch.arange(1 - KEPT, 1, device=lines.device)
-        return positions % PLACES, positions
+        return (lines[:, None], positions % PLACES), positions
 
     def draft(self, lines: torch.Tensor, count: int, embed: Embed) -> torch.Tensor:
         """Tokens that are expected next on these ``lines``, int64 ``[lines, count]``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,7 +100,7 @@ class ModelDrafts:
     def read(self, reqs: Sequence[Req]) -> dict[str, Learnt]:
         """What the model knows of ``reqs``, by name; of those of which it does not know all tokens nothing."""
         lines = {host.get_name(req): line for req in reqs if (line := self._find(req)) is not None}
-        return dict(zip(lines, self._model.read(list(lines.values())), strict=True)) if lines else {}
+        return dict(zip(lines, self._model.read(self._upload(lines.values())), strict=True)) if lines else {}
 
     def enter_group(self, reqs: Sequence[Req], learnt: Mapping[str, Learnt]) -> None:
         """Go on with ``reqs``, those of a new group, and with what was ``learnt`` elsewhere, by name.
@@ -113,7 +113,7 @@ class ModelDrafts:
         self._lines.keep(own.intersection(known))
         lines = {name: self._lines.use(name, tokens[name])[0] for name in known}
         if new := [name for name in known if name not in own]:
-            self._model.write([lines[name] for name in new], [learnt[name] for name in new])
+            self._model.write(self._upload(lines[name] for name in new), [learnt[name] for name in new])
 
     def end(self, req: Req) -> None:
         self._lines.end(host.get_name(req))
@@ -153,10 +153,8 @@ class ModelDrafts:
             prompt, output = texts[name]
             behind = position + 1 - len(prompt)
             columns.append((lines[name], position, output[behind] if behind >= 0 else prompt[position + 1]))
-        device = self._scheduler.layouts.device
-        at, positions, tokens = upload(list(zip(*columns, strict=True)), torch.int64, device).unbind()
-        ends = upload(list(last.values()), torch.int64, device)
-        pairs = Pairs(at, positions, tokens, taken[upload(chosen, torch.int64, device)], ends)
+        at, positions, tokens = self._upload(zip(*columns, strict=True)).unbind()
+        pairs = Pairs(at, positions, tokens, taken[self._upload(chosen)], self._upload(last.values()))
         self._model.learn(pairs, self._embed)
 
     def knows(self, req: Req) -> bool:
@@ -166,10 +164,13 @@ class ModelDrafts:
     def draft(self, reqs: Sequence[Req], count: int) -> list[list[int]]:
         """``count`` tokens that are expected next, for each of ``reqs``; all of them are known."""
         layouts = self._scheduler.layouts
-        lines = upload([self._find(req) for req in reqs], torch.int64, layouts.device)
+        lines = self._upload(self._find(req) for req in reqs)
         drafted = self._model.draft(lines, count, self._embed)
         # Ranks that drafted differently, by a bit in which a sum differs, would wait for each other for ever.
         return groups.take_first_ranks(layouts.groups.get_tp_group(layouts.current.layout), drafted).tolist()
+
+    def _upload(self, numbers: Iterable[Any]) -> torch.Tensor:
+        return upload(list(numbers), torch.int64, self._scheduler.layouts.device)
 
     def _find(self, req: Req) -> int | None:
         return self._lines.find(host.get_name(req), host.count_tokens(req))

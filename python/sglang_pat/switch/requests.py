@@ -351,9 +351,10 @@ def make_offer(
     capsules: dict[int, bytes] = {}
     if scheduler.is_leader and needs_capsules(old, new):
         bound: dict[int, list[Capsule]] = {}
-        learnt = scheduler.speculation.read_learnt(live)
-        for req, dest in zip(live + waiting, dests, strict=True):
-            if new.tp > old.tp or dest != own:  # else nobody lacks it
+        travels = [new.tp > old.tp or dest != own for dest in dests]  # else nobody lacks it
+        learnt = scheduler.speculation.read_learnt([req for req, goes in zip(live, travels, strict=False) if goes])
+        for req, dest, goes in zip(live + waiting, dests, travels, strict=True):
+            if goes:
                 bound.setdefault(dest, []).append(serialize_request(req, learnt.get(host.get_name(req))))
         capsules = {dest: pickle.dumps(found, pickle.HIGHEST_PROTOCOL) for dest, found in bound.items()}
     output = scheduler.output
@@ -433,10 +434,9 @@ def rebuild_requests(
         for live, row, decodes in planned:
             if live.dest != mine:
                 continue
-            given = req = next(coming)
-            goes_on = decodes and isinstance(req, Req) and kv.get_line(req) is not None
-            if not goes_on:
-                req = _rebuild_one(scheduler, given)
+            given = next(coming)
+            goes_on = decodes and isinstance(given, Req) and kv.get_line(given) is not None
+            req = given if goes_on else _rebuild_one(scheduler, given)
             if decodes and isinstance(given, Capsule) and given.learnt is not None:
                 incoming.learnt[host.get_name(req)] = given.learnt
             if not decodes:
