@@ -70,14 +70,16 @@ def test_the_trainer_gets_the_routed_experts_of_a_mixture(verl_mixture_job):
 
 @pytest.mark.long
 def test_requests_cut_in_mid_decode_go_on_with_new_weights(verl_job):
-    # verl looks every second or two whether a batch is there.  What else it has sent takes the engine much longer: 256
-    # requests, of which a replica decodes 8 at once.
+    # verl looks every two seconds whether a batch is there.  The three others that it has sent take the engine longer: a
+    # replica decodes four requests at once.  It waits for what is two steps old and trains on the oldest first, so the
+    # four steps see every response that the first update cut.
+    sampler = "trainer.v1.sampler.max_off_policy"
     job = verl_job(
-        *SWITCHING, "--response", "320", "trainer.v1.trainer_mode=sglang_pat_colocate_async",
-        "trainer.v1.colocate_async.num_warmup_batches=16", "trainer.v1.sampler.max_off_policy_threshold=20",
-        "actor_rollout_ref.rollout.max_num_seqs=8",
+        *SWITCHING, "--response", "320", "--steps", "4", "trainer.v1.trainer_mode=sglang_pat_colocate_async",
+        "trainer.v1.colocate_async.num_warmup_batches=3", f"{sampler}_threshold=3", f"{sampler}_strategy=wait",
+        "actor_rollout_ref.rollout.max_num_seqs=4",
     )  # fmt: skip
-    assert len(job.steps) == 3
+    assert len(job.steps) == 4
     spans = job.series("training/off_policy/trajectory_spans/max")
     assert max(spans) >= 2, "a response has tokens of two versions of the weights"
     assert all(math.isfinite(loss) for loss in job.series("actor/pg_loss"))
