@@ -464,7 +464,8 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         finished: responses that ended since the last report.
         decoded: decode steps since the last report.
         counts: sums since the last report.
-        chances: how likely drafts are right (:class:`~sglang_pat.policies.snapshot.Snapshot`).
+        chances, draft_share: how likely drafts are right, and what they cost
+            (:class:`~sglang_pat.policies.snapshot.Snapshot`).
     """
 
     rank: int
@@ -485,6 +486,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     decoded: Decoded = Decoded()
     counts: StepCounts = StepCounts()
     chances: list[float] = []
+    draft_share: float = 0.0
 
 
 class StatusQuery(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -43,7 +43,9 @@ def predict_as_seen(predictor: StepPredictor, snapshot: Snapshot, max_running: i
         max_running: most rows of a replica's decode step; None for no bound of their own.
     """
     corrected = CorrectedPredictor(predictor, snapshot.factors)
-    return DraftingPredictor(corrected, snapshot.chances, max_running) if snapshot.chances else corrected
+    if not snapshot.chances:
+        return corrected
+    return DraftingPredictor(corrected, snapshot.chances, snapshot.draft_share, max_running)
 
 
 def compute_completion_wait(cost: float, saving: float) -> float:

@@ -78,6 +78,10 @@ class ModelDrafts:
     """The trained drafter of a rank, fed with what the model makes of each step's tokens.
 
     All ranks of a group have the same calls since :meth:`enter_group`.
+
+    Attributes:
+        share: seconds of a draft over those of a plain step of tp 1, by the bytes that each reads, so that all ranks
+            reckon alike; of a step of a higher tp it is so many times more, for each rank has the whole head.
     """
 
     def __init__(self, scheduler: SwitchingScheduler) -> None:
@@ -85,13 +89,7 @@ class ModelDrafts:
         self._model, self._tap = runner.get_drafter(scheduler.layouts.runner)
         self._lines = Lines(MOST_ROWS)
         base = scheduler.layouts.base
-        self._base_share = DRAFT_COST * self._model.count_bytes() / runner.count_bytes(base.model) / base.layout.tp
-
-    @property
-    def share(self) -> float:
-        """Seconds of one draft for each request, as a share of a plain step of one request: by the bytes that it reads,
-        so that all ranks reckon alike."""
-        return self._base_share * self._scheduler.layouts.layout.tp
+        self.share = DRAFT_COST * self._model.count_bytes() / runner.count_bytes(base.model) / base.layout.tp
 
     def forget(self) -> None:
         """Forget all requests."""
