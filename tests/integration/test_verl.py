@@ -70,9 +70,9 @@ def test_the_trainer_gets_the_routed_experts_of_a_mixture(verl_mixture_job):
 
 @pytest.mark.long
 def test_requests_cut_in_mid_decode_go_on_with_new_weights(verl_job):
-    # verl looks every two seconds whether a batch is there.  The three others that it has sent take the engine longer: a
-    # replica decodes four requests at once.  It waits for what is two steps old and trains on the oldest first, so the
-    # four steps see every response that the first update cut.
+    # verl looks every two seconds whether a batch is there.  The three others that it has sent take the engine longer:
+    # a replica decodes four requests at once.  It waits for what is two steps old and trains on the oldest first, so
+    # the four steps see every response that the first update cut.
     sampler = "trainer.v1.sampler.max_off_policy"
     job = verl_job(
         *SWITCHING, "--response", "320", "--steps", "4", "trainer.v1.trainer_mode=sglang_pat_colocate_async",
