@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
+import torch
 from aiohttp import ClientResponseError
 from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError
@@ -643,6 +645,41 @@ def test_calls_to_an_engine_that_dies_return_nothing(monkeypatch, http, dies, re
             asyncio.run(run())
     else:
         assert asyncio.run(run()) == result
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["ray-knows-its-name", "ray-does-not"])
+def test_all_weights_are_taken_where_an_engine_has_died_before(monkeypatch, known):
+    """Else the other ranks of the trainer would wait for ever in its broadcast."""
+
+    async def get_server_address() -> None:
+        raise ActorDiedError
+
+    def find(name: str) -> Any:
+        if not known:
+            raise ValueError(f"Failed to look up actor with name '{name}'")
+        return SimpleNamespace(get_server_address=SimpleNamespace(remote=get_server_address))
+
+    async def send(engine: Any, **_: Any) -> None:
+        await engine.update_weights_from_tensor()
+
+    one = adapter.SurvivingAdapter.__new__(adapter.SurvivingAdapter)
+    one._engine, one._pd_role, one._has_server, one.replica_rank, one.node_rank = None, None, True, 0, 0
+    one.rollout_rank, one.device_mesh = 0, {"infer_tp": SimpleNamespace(get_local_rank=lambda: 0)}
+    one.sleep_level, bucket = 2, {"update_weights_bucket_megabytes": 1}
+    one.config = OmegaConf.create({"free_cache_engine": True, "checkpoint_engine": bucket})
+    one.model_config = SimpleNamespace(hf_config=SimpleNamespace(model_type="llama"))
+    monkeypatch.setattr(ray, "get_actor", find)
+    monkeypatch.setattr(adapter.sglang_rollout, "sgl_update_weights", send)
+    monkeypatch.setattr(adapter.sglang_rollout, "_to_ipc_device", lambda tensor: tensor)
+    weights = ((str(number), torch.zeros(4)) for number in range(3))
+
+    async def update() -> None:
+        await one.resume(["weights"])
+        await one.update_weights(weights, global_steps=1)
+        await one.release()
+
+    asyncio.run(update())
+    assert next(weights, None) is None
 
 
 def test_an_engine_is_asked_once_whether_it_lives():

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from aiohttp import ClientResponseError
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
-from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
+from ray.exceptions import ActorDiedError, RayActorError
+from verl.workers.rollout.sglang_rollout import sglang_rollout
 
 from sglang_pat.errors import format_one_line
 from sglang_pat.integrations.verl.actors import find_actor, name_server
@@ -23,17 +23,23 @@ DYING_SECONDS = 10.0
 """Longest from an engine's last answer until Ray knows that its actor is dead."""
 
 
-class SurvivingAdapter(ServerAdapter):
+class SurvivingAdapter(sglang_rollout.ServerAdapter):
     """verl's client, to which a dead engine of ours is one that takes everything: the trainer's ranks go through their
     weights together, whoever gets them.  The next update finds the engine that was started in its place."""
 
     async def _init_server_adapter(self) -> None:
-        if isinstance(self._engine, _Surviving):
-            current = find_actor(name_server(self.replica_rank, self.node_rank))
+        name, ours = name_server(self.replica_rank, self.node_rank), (_Surviving, _Dead)
+        if isinstance(self._engine, ours):
+            current = find_actor(name)
             if current is not None and current != self.server_actor:
                 self._engine = None
-        await super()._init_server_adapter()
-        if self._engine is not None and not isinstance(self._engine, _Surviving) and hasattr(self.server_actor, "live"):
+        try:
+            await super()._init_server_adapter()
+        except (ActorDiedError, ValueError) as error:  # ValueError: Ray has forgotten the name, too
+            if isinstance(error, ValueError) and find_actor(name) is not None:
+                raise
+            self._engine = _Dead()
+        if self._engine is not None and not isinstance(self._engine, ours) and hasattr(self.server_actor, "live"):
             self._engine = _Surviving(self._engine, self.server_actor)
 
     async def update_weights(
@@ -43,6 +49,20 @@ class SurvivingAdapter(ServerAdapter):
             await super().update_weights(weights, *args, **named)
         except RayActorError as error:  # the last thing, when all weights are out
             logger.warning("an engine died in an update of its weights: %s", format_one_line(error))
+
+
+class _Dead:
+    """The client of an engine that died before it could be asked for its address."""
+
+    async def flush_cache(self) -> None:
+        """End an update, when all weights are out."""
+        raise RayActorError
+
+    def __getattr__(self, method: str) -> Any:
+        async def skip(*args: Any, **named: Any) -> None:
+            pass
+
+        return skip
 
 
 class _Surviving:
