@@ -464,7 +464,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         finished: responses that ended since the last report.
         decoded: decode steps since the last report.
         counts: sums since the last report.
-        chances, draft_share: how likely drafts are right, and what they cost
+        chances, draft_seconds: how likely drafts are right, and what they cost
             (:class:`~sglang_pat.policies.snapshot.Snapshot`).
     """
 
@@ -486,7 +486,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     decoded: Decoded = Decoded()
     counts: StepCounts = StepCounts()
     chances: list[float] = []
-    draft_share: float = 0.0
+    draft_seconds: float = 0.0
 
 
 class StatusQuery(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -649,7 +649,7 @@ def test_calls_to_an_engine_that_dies_return_nothing(monkeypatch, http, dies, re
 
 @pytest.mark.parametrize("known", [True, False], ids=["ray-knows-its-name", "ray-does-not"])
 def test_all_weights_are_taken_where_an_engine_has_died_before(monkeypatch, known):
-    """Else the other ranks of the trainer would wait for ever in its broadcast."""
+    # Else the other ranks of the trainer would wait for ever in its broadcast.
 
     async def get_server_address() -> None:
         raise ActorDiedError

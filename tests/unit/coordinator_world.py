@@ -130,7 +130,7 @@ class World:
         self.kv_totals: dict[int, int] = {}
         self.decoded = m.Decoded()
         self.chances: list[float] = []
-        self.draft_share = 0.0
+        self.draft_seconds = 0.0
         self.counts = m.StepCounts()
         self.retracted = 0
         """What the next load report says."""
@@ -247,7 +247,7 @@ class World:
                 kv_totals=self.kv_totals,
                 decoded=self.decoded,
                 chances=self.chances,
-                draft_share=self.draft_share,
+                draft_seconds=self.draft_seconds,
                 counts=self.counts,
             )
         )

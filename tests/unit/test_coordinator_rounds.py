@@ -71,12 +71,12 @@ def test_policies_are_shown_how_likely_drafts_are_right():
     rig.work(4)
     rig.settle()
     for rank, chances, share in ((0, [0.8, 0.4], 0.0), (1, [], 0.0), *[(1, [0.5, 0.1], 0.2)] * 40):
-        rig.world.chances, rig.world.draft_share = chances, share
+        rig.world.chances, rig.world.draft_seconds = chances, share
         rig.world.report(rank)
         rig.deliver()
     rig.coordinator.handle_timer(DECISION_INTERVAL_SECONDS)
     shown = rig.world.decisions[-1][0]
-    assert (*shown.chances, shown.draft_share) == pytest.approx((0.5, 0.1, 0.2), abs=1e-3)
+    assert (*shown.chances, shown.draft_seconds) == pytest.approx((0.5, 0.1, 0.2), abs=1e-3)
 
 
 def test_switches_are_counted_while_the_engine_is_not_empty():

@@ -285,14 +285,15 @@ def test_seconds_a_token_where_drafts_pay():
     assert sure.step_seconds(1, 1, 100) == pytest.approx(plain.step_seconds(1, 9, 900) / 9)
 
 
-def test_a_trained_model_costs_more_in_a_higher_degree():
-    """Each rank has the whole model: at tp 4 a draft takes four times its share of a step."""
+def test_drafts_of_a_trained_model_take_time():
     plain, _ = machine(crossing())
-    for tp, share in ((1, 0.1), (4, 0.1), (4, 1.0)):
-        drafting = DraftingPredictor(plain, [1.0, 0.0], share)
-        both = plain.step_seconds(tp, 2, 200) + share * tp * plain.step_seconds(tp, 1, 100)
-        expected = both / 2 if share < 1 else plain.step_seconds(tp, 1, 100)
-        assert drafting.step_seconds(tp, 1, 100) == pytest.approx(expected)
+    one = plain.step_seconds(4, 1, 100)
+    for seconds in (0.1 * one, 2.0 * one):
+        drafting = DraftingPredictor(plain, [1.0] * 2, seconds)
+        assert drafting.step_seconds(4, 1, 100) == pytest.approx(
+            min(one, *((plain.step_seconds(4, 1 + k, 100 * (1 + k)) + k * seconds) / (1 + k) for k in (1, 2)))
+        )
+    assert drafting.step_seconds(4, 1, 100) == one
 
 
 def test_drafts_that_do_not_pay_change_no_seconds():

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.unit
 @given(snapshots())
 def test_snapshots_and_decisions_are_read_as_they_were(snap):
     factors = {1: StepFactor(), 2: StepFactor(1.5, 0.1, -0.1)}
-    drafts = dict(chances=(0.7, 0.4), draft_share=0.1)
+    drafts = dict(chances=(0.7, 0.4), draft_seconds=0.1)
     snap = dataclasses.replace(snap, last_abort=float("-inf"), factors=factors, doubts={2: 0.1}, room={1: 9}, **drafts)
     decision = Decision(tp=2, estimates={1: 0.1 + 0.2, 2: 1e-9}, recompute_below=7)
     found, answer = replay.load_decision(json.loads(encode_event("decision", snapshot=snap, decision=decision)))

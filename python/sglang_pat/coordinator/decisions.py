@@ -101,7 +101,7 @@ class Decisions:
         self._last_abort = self._last_switch = self._last_decision = float("-inf")
         self._opened = False
         self._chances: tuple[float, ...] = ()
-        self._draft_share = 0.0
+        self._draft_seconds = 0.0
 
     # -- what has happened ------------------------------------------------------------------------
 
@@ -142,9 +142,9 @@ class Decisions:
     def record_drafts(self, report: m.LoadReport) -> None:
         """Learn how likely drafts are right; replicas report some tens of times in a second."""
         if report.chances and not self.calibrating:
-            new = (*report.chances, report.draft_share)
-            old = (*self._chances, self._draft_share) if self._chances else new
-            *chances, self._draft_share = ((1 - NEW) * a + NEW * b for a, b in zip(old, new, strict=True))
+            new = (*report.chances, report.draft_seconds)
+            old = (*self._chances, self._draft_seconds) if self._chances else new
+            *chances, self._draft_seconds = ((1 - NEW) * a + NEW * b for a, b in zip(old, new, strict=True))
             self._chances = tuple(chances)
 
     def record_decode_steps(self, report: m.LoadReport, layout: ParallelLayout, now: float) -> None:
@@ -261,7 +261,7 @@ class Decisions:
             if self.factors
             else {},
             chances=self._chances,
-            draft_share=self._draft_share,
+            draft_seconds=self._draft_seconds,
         )
 
     def _room(self, layout: ParallelLayout) -> dict[int, int]:

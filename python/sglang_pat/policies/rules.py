@@ -45,7 +45,7 @@ def predict_as_seen(predictor: StepPredictor, snapshot: Snapshot, max_running: i
     corrected = CorrectedPredictor(predictor, snapshot.factors)
     if not snapshot.chances:
         return corrected
-    return DraftingPredictor(corrected, snapshot.chances, snapshot.draft_share, max_running)
+    return DraftingPredictor(corrected, snapshot.chances, snapshot.draft_seconds, max_running)
 
 
 def compute_completion_wait(cost: float, saving: float) -> float:

@@ -69,8 +69,8 @@ class Snapshot:
             there is none.
         chances: probability of the first, second, … draft of a request that it and those before it are right, of late;
             empty where nothing is drafted.
-        draft_share: seconds in which a trained model drafts one token, over those of a plain step of tp 1; over those
-            of a step of tp t it is t times as much, for each rank has the whole model.
+        draft_seconds: seconds of a trained model for one draft of each request, of late; as many in any layout, for
+            each rank has the whole model.  0 where it drafts nothing.
     """
 
     now: float
@@ -92,7 +92,7 @@ class Snapshot:
     factors: Mapping[int, StepFactor] = field(default_factory=dict[int, StepFactor])
     doubts: Mapping[int, float] = field(default_factory=dict[int, float])
     chances: tuple[float, ...] = ()
-    draft_share: float = 0.0
+    draft_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,7 +145,7 @@ class LoadReporter:
                 decoded=_sum_steps(self._decoded),
                 counts=self._counts,
                 chances=scheduler.speculation.chances,
-                draft_share=scheduler.speculation.draft_share,
+                draft_seconds=scheduler.speculation.draft_seconds,
             )
         )
         self._finished, self.retracted, self._decoded, self._counts = [], 0, [], StepCounts()

@@ -80,16 +80,15 @@ class ModelDrafts:
     All ranks of a group have the same calls since :meth:`enter_group`.
 
     Attributes:
-        share: seconds of a draft over those of a plain step of tp 1, by the bytes that each reads, so that all ranks
-            reckon alike; of a step of a higher tp it is so many times more, for each rank has the whole head.
+        share: seconds of a draft over those of a plain step of one request in the base layout, by the bytes that each
+            reads, so that all ranks reckon alike; a draft takes as long in every layout, for each rank has all of it.
     """
 
     def __init__(self, scheduler: SwitchingScheduler) -> None:
         self._scheduler = scheduler
         self._model, self._tap = runner.get_drafter(scheduler.layouts.runner)
         self._lines = Lines(MOST_ROWS)
-        base = scheduler.layouts.base
-        self.share = DRAFT_COST * self._model.count_bytes() / runner.count_bytes(base.model) / base.layout.tp
+        self.share = DRAFT_COST * self._model.count_bytes() / runner.count_bytes(scheduler.layouts.base.model)
 
     def forget(self) -> None:
         """Forget all requests."""

@@ -50,7 +50,7 @@ class Speculation:
         acceptance: how often drafts were right; at a switch that of the new leader.
         chances: probability of the first, second, … draft of a request that it and those before it are right, on
             average at the last choice by the profile; empty before.
-        draft_share: :attr:`.model_drafts.ModelDrafts.share` if that choice had drafts of the model, else 0.
+        draft_seconds: seconds of the model for one draft of each request, by the profile; 0 if that choice had none.
     """
 
     def __init__(self, scheduler: SwitchingScheduler, profile: Profile | None) -> None:
@@ -61,13 +61,16 @@ class Speculation:
         """Seconds of a step with 0, 1, … drafts of all requests together, at the last choice by the profile."""
         self._drafter, self.acceptance = Drafter(), Acceptance(self.most)
         self._model = ModelDrafts(scheduler) if scheduler.adaptive.draft_model else None
+        self._model_seconds = 0.0
+        if self._model and self._predictor:
+            self._model_seconds = self._model.share * self._predictor.step_seconds(scheduler.adaptive.base.tp, 1, 1)
         self._wanted = False
         self._counts: list[int] = []
         """Number of drafts that each request was to have in the last step."""
         self._matches: list[int] = []
         """Match of each request at the last choice; empty where nothing is chosen between."""
         self.chances: list[float] = []
-        self.draft_share = 0.0
+        self.draft_seconds = 0.0
 
     def forget(self) -> None:
         """Forget all requests and texts: the weights are others."""
@@ -197,9 +200,9 @@ class Speculation:
         if tokens_a_second.max() < GAIN * tokens_a_second[0]:
             return []
         self._matches = self._find_matches(reqs, allowed)
-        self.draft_share = self._model.share if self._model and OF_MODEL in self._matches else 0.0
+        self.draft_seconds = self._model_seconds if OF_MODEL in self._matches else 0.0
         drafts = np.ceil(np.arange(most + 1) / len(reqs))  # one after the other, each for all requests
-        self._seconds = self._seconds + self.draft_share * tp * self._seconds[0] * drafts
+        self._seconds = self._seconds + self.draft_seconds * drafts
         chances = [self.acceptance.estimate(match)[:count] for match, count in zip(self._matches, allowed, strict=True)]
         self.chances = [sum(sum(each[place : place + 1]) for each in chances) / len(reqs) for place in range(self.most)]
         return choose_counts(chances, self._seconds)

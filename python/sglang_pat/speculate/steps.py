@@ -22,15 +22,19 @@ class DraftingPredictor:
     Args:
         predictor: of plain steps.
         chances: probability of the first, second, … draft of a request that it and those before it are right.
-        share: seconds of a draft over those of a plain step of tp 1 (:class:`~.snapshot.Snapshot`).
+        draft_seconds: seconds of a trained model for one draft of each request (:class:`~.snapshot.Snapshot`).
         max_running: most rows of a replica's step; None if only :data:`~.acceptance.MOST_ROWS` bounds them.
     """
 
     def __init__(
-        self, predictor: StepPredictor, chances: Sequence[float], share: float = 0.0, max_running: int | None = None
+        self,
+        predictor: StepPredictor,
+        chances: Sequence[float],
+        draft_seconds: float = 0.0,
+        max_running: int | None = None,
     ) -> None:
         self._predictor, self._most_rows = predictor, min(MOST_ROWS, max_running or MOST_ROWS)
-        self._share = share
+        self._draft_seconds = draft_seconds
         tokens = list(accumulate(chances, initial=1.0))
         self._tokens = {count: tokens[count] for count in COUNTS if count <= len(chances)}
 
@@ -49,7 +53,7 @@ class DraftingPredictor:
         for count, gained in self._tokens.items():
             rows = batch * (count + 1)
             checking = self._predictor.step_seconds(tp, rows, tokens * (count + 1), replicas)
-            seconds = (checking + self._share * tp * count * plain) / gained
+            seconds = (checking + count * self._draft_seconds) / gained
             pays = (rows <= self._most_rows) & (seconds * GAIN <= plain)
             least = np.where(pays, np.minimum(least, seconds), least)
         return least
