@@ -9,8 +9,9 @@ the policy sees the times that come of it.  The best ``k`` is known, and accepta
 
 What a policy loses that knows nothing of drafts is in the ways ``blind``.
 
-Each drafter has two bounds.  **Low**: each row reads the KV of its request by itself, and the step takes 1 ms more on
-the host.  **High**: rows of a request read its KV once, and the host adds 0.2 ms.
+Each drafter has two bounds.  **Low**: each row reads the KV of its request by itself, the step takes 1 ms more on the
+host, and a trained drafter takes twice as long as reading it takes.  **High**: rows of a request read its KV once, the
+host adds 0.2 ms, and a trained drafter takes as long as reading it.  Each rank has the whole of it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from rich.table import Table
 
 from sglang_pat.tools.commands import Parser, run
 from studies import gains
-from studies.modelled import Number, Roofline
+from studies.modelled import ELEMENT, ModelSize, Number, Roofline
 
 SIZES = (128, 512)
 """Numbers of responses a round."""
@@ -41,9 +42,19 @@ DRAFTERS: dict[str, dict[int, float]] = {
 }
 """Tokens a step by drafted tokens: measured on reasoning traces, with drafts from the response itself, and from a
 response of another model as well; assumed of a drafter that was trained (docs/results/speculation.md)."""
-BOUNDS = {"low": (1.0, 0.001), "high": (0.0, 0.0002)}
-"""Share of a request's KV that each further row reads again, and seconds that drafts, their sampling and a loop without
-overlap add to a step."""
+BOUNDS = {"low": (1.0, 0.001, 2.0), "high": (0.0, 0.0002, 1.0)}
+"""Share of a request's KV that each further row reads again; seconds that drafts, their sampling and a loop without
+overlap add to a step; time of a trained drafter's draft over that of reading it."""
+HEAD_VOCABULARY = 32000
+"""Tokens that a trained drafter may draft, as of the published ones."""
+
+
+def count_head_bytes(model: ModelSize) -> int:
+    """Bytes of an EAGLE-3 head of ``model`` that a draft reads: a layer whose attention has two inputs, and the output
+    embedding.  Of a mixture the published one has an MLP three times as wide as the model."""
+    attention = model.hidden * model.head_dim * (3 * model.heads + 4 * model.kv_heads)
+    mlp = 3 * model.hidden * (model.intermediate or 3 * model.hidden)
+    return ELEMENT * (attention + mlp + HEAD_VOCABULARY * model.hidden)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +65,20 @@ class SpeculatingTimes(Roofline):
         gained: tokens a step by drafted tokens.
         again: share of a request's KV that each further row reads again.
         host_seconds: what a step that checks takes more.
+        draft_seconds: what each drafted token of all requests takes.
     """
 
     gained: Mapping[int, float] = field(default_factory=dict)
     again: float = 0.0
     host_seconds: float = 0.0
+    draft_seconds: float = 0.0
 
     def step_seconds(self, tp: int, batch: Number, tokens: Number) -> Number:
         seconds = super().step_seconds(tp, batch, tokens)
         for k, gained in self.gained.items():
-            checking = super().step_seconds(tp, batch * (k + 1), tokens * (1 + k * self.again)) + self.host_seconds
-            seconds = np.minimum(seconds, checking / gained)
+            checking = super().step_seconds(tp, batch * (k + 1), tokens * (1 + k * self.again))
+            drafting = self.host_seconds + k * self.draft_seconds
+            seconds = np.minimum(seconds, (checking + drafting) / gained)
         return seconds
 
 
@@ -76,8 +90,12 @@ class Speculate:
     bound: str
 
     def __call__(self, times: Roofline) -> Roofline:
-        again, host = BOUNDS[self.bound]
-        return SpeculatingTimes(**vars(times), gained=DRAFTERS[self.drafter], again=again, host_seconds=host)
+        again, host, over_reading = BOUNDS[self.bound]
+        reading = count_head_bytes(times.model) / times.read_rate if self.drafter == "trained" else 0.0
+        return SpeculatingTimes(
+            **vars(times), gained=DRAFTERS[self.drafter], again=again, host_seconds=host,
+            draft_seconds=over_reading * reading,
+        )  # fmt: skip
 
 
 Times = Callable[[Roofline], Roofline]
