@@ -137,7 +137,7 @@ def whole(model, tmp_path_factory) -> Trainer:
     return trainer
 
 
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.long), 2])  # with 2 there is a checkpoint
 @pytest.mark.parametrize("phase", ["generate", "judge", "update", "push_weights", "test", "save", "written"])
 def test_a_kill_in_any_part_of_a_step(phase, step, model, whole, tmp_path, monkeypatch):
     """The next process ends with the weights, the rows and the prompts that there would have been without it."""
