@@ -197,7 +197,7 @@ def test_a_report_that_cannot_be_made_is_replaced_by_a_shorter_one():
         rank=0, tp_size=1, dropped=Dropped(), channel=SimpleNamespace(send=send), chunked_req=None,
         running_batch=batch, waiting_queue=[], grammar_manager=SimpleNamespace(grammar_queue=[]),
         layouts=SimpleNamespace(weight_version=0, kv_totals={1: 99}, layout=ParallelLayout(1, 2)),
-        speculation=SimpleNamespace(chances=[]),
+        speculation=SimpleNamespace(chances=[], draft_seconds=0.0),
         token_to_kv_pool_allocator=SimpleNamespace(size=10, available_size=lambda: 8),
     )  # fmt: skip
     reporter = LoadReporter(scheduler)
