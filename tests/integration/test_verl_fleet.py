@@ -667,7 +667,9 @@ def test_all_weights_are_taken_where_an_engine_has_died_before(monkeypatch, know
     one.rollout_rank, one.device_mesh = 0, {"infer_tp": SimpleNamespace(get_local_rank=lambda: 0)}
     one.sleep_level, bucket = 2, {"update_weights_bucket_megabytes": 1}
     one.config = OmegaConf.create({"free_cache_engine": True, "checkpoint_engine": bucket})
-    one.model_config = SimpleNamespace(hf_config=SimpleNamespace(model_type="llama"))
+    model = dict(hf_config=SimpleNamespace(model_type="llama"), local_path="", trust_remote_code=False)
+    one.model_config = SimpleNamespace(**model)
+    monkeypatch.setattr(adapter.sglang_rollout, "AsyncHttpServerAdapter", lambda **_: "client of the next engine")
     monkeypatch.setattr(ray, "get_actor", find)
     monkeypatch.setattr(adapter.sglang_rollout, "sgl_update_weights", send)
     monkeypatch.setattr(adapter.sglang_rollout, "_to_ipc_device", lambda tensor: tensor)
@@ -678,8 +680,12 @@ def test_all_weights_are_taken_where_an_engine_has_died_before(monkeypatch, know
         await one.update_weights(weights, global_steps=1)
         await one.release()
 
+        assert next(weights, None) is None
+        monkeypatch.setattr(ray, "get_actor", lambda name: SimpleNamespace(get_server_address=remote(lambda: ("a", 1))))
+        await one._init_server_adapter()
+
     asyncio.run(update())
-    assert next(weights, None) is None
+    assert one._engine == "client of the next engine"
 
 
 def test_an_engine_is_asked_once_whether_it_lives():

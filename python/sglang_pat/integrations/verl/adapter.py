@@ -27,6 +27,8 @@ class SurvivingAdapter(sglang_rollout.ServerAdapter):
     """verl's client, to which a dead engine of ours is one that takes everything: the trainer's ranks go through their
     weights together, whoever gets them.  The next update finds the engine that was started in its place."""
 
+    server_actor: ActorHandle | None = None
+
     async def _init_server_adapter(self) -> None:
         name, ours = name_server(self.replica_rank, self.node_rank), (_Surviving, _Dead)
         if isinstance(self._engine, ours):
