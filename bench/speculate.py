@@ -1,6 +1,6 @@
 """What drafts cost and gain in real rounds on two ranks: ``--pat-speculate`` off, at a number, and by itself, in turns.
 
-    python bench/speculate.py [--quick] [--profile FILE] [--ways off 4] [--switches] [--json FILE]
+    python bench/speculate.py [--quick] [--profile FILE] [--ways off 4] [--switches] [--turns 2] [--json FILE]
 
 ``wide``, a model of random weights.  In bfloat16 a CPU with AVX512_BF16 multiplies five rows nearly as fast as one, as
 a GPU does; one without it does not.  Lengths are drawn beforehand, with a long tail.  A round of new prompts has drafts

@@ -70,8 +70,8 @@ def test_policies_are_shown_how_likely_drafts_are_right():
     rig = Rig(1, 2, keep_layout, policy="survival", profile="-")
     rig.work(4)
     rig.settle()
-    for rank, chances, share in ((0, [0.8, 0.4], 0.0), (1, [], 0.0), *[(1, [0.5, 0.1], 0.2)] * 40):
-        rig.world.chances, rig.world.draft_seconds = chances, share
+    for rank, chances, seconds in ((0, [0.8, 0.4], 0.0), (1, [], 0.0), *[(1, [0.5, 0.1], 0.2)] * 40):
+        rig.world.chances, rig.world.draft_seconds = chances, seconds
         rig.world.report(rank)
         rig.deliver()
     rig.coordinator.handle_timer(DECISION_INTERVAL_SECONDS)

@@ -201,8 +201,9 @@ class Speculation:
             return []
         self._matches = self._find_matches(reqs, allowed)
         self.draft_seconds = self._model_seconds if OF_MODEL in self._matches else 0.0
-        drafts = np.ceil(np.arange(most + 1) / len(reqs))  # one after the other, each for all requests
-        self._seconds = self._seconds + self.draft_seconds * drafts
+        if self.draft_seconds:
+            drafts = np.ceil(np.arange(most + 1) / len(reqs))  # one after the other, each for all requests
+            self._seconds = self._seconds + self.draft_seconds * drafts
         chances = [self.acceptance.estimate(match)[:count] for match, count in zip(self._matches, allowed, strict=True)]
         self.chances = [sum(sum(each[place : place + 1]) for each in chances) / len(reqs) for place in range(self.most)]
         return choose_counts(chances, self._seconds)

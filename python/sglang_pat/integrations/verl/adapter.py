@@ -30,18 +30,21 @@ class SurvivingAdapter(sglang_rollout.ServerAdapter):
     server_actor: ActorHandle | None = None
 
     async def _init_server_adapter(self) -> None:
-        name, ours = name_server(self.replica_rank, self.node_rank), (_Surviving, _Dead)
-        if isinstance(self._engine, ours):
+        name = name_server(self.replica_rank, self.node_rank)
+        if isinstance(self._engine, (_Surviving, _Dead)):
             current = find_actor(name)
             if current is not None and current != self.server_actor:
                 self._engine = None
+        if self._engine is not None:
+            return
         try:
             await super()._init_server_adapter()
         except (ActorDiedError, ValueError) as error:  # ValueError: Ray has forgotten the name, too
             if isinstance(error, ValueError) and find_actor(name) is not None:
                 raise
             self._engine = _Dead()
-        if self._engine is not None and not isinstance(self._engine, ours) and hasattr(self.server_actor, "live"):
+            return
+        if self._engine is not None and hasattr(self.server_actor, "live"):
             self._engine = _Surviving(self._engine, self.server_actor)
 
     async def update_weights(
