@@ -70,10 +70,13 @@ class Engine:
 
     Args:
         context, left: tokens of each response so far, prompt included, and to come, ``[responses]``.
+        ranks: number of its ranks.
     """
 
-    def __init__(self, times: Roofline, degrees: list[int], context: np.ndarray, left: np.ndarray) -> None:
-        order = np.argsort(left)
+    def __init__(
+        self, times: Roofline, degrees: list[int], context: np.ndarray, left: np.ndarray, ranks: int = RANKS
+    ) -> None:
+        order = np.argsort(left, kind="stable")
         self.context, self.left = context[order], left[order]
         self._ends = np.concatenate([[0], np.unique(self.left)])
         begin = np.searchsorted(self.left, self._ends[:-1], side="right")
@@ -81,7 +84,7 @@ class Engine:
         sums = np.concatenate([np.cumsum(self.context[::-1])[::-1], [0]])[begin]
         tokens = sums + number * (self._ends[:-1] + self._ends[1:]) / 2
         steps = [
-            times.step_seconds(tp, np.ceil(number * tp / RANKS), tokens * tp / RANKS * _round_up(number, tp))
+            times.step_seconds(tp, np.ceil(number * tp / ranks), tokens * tp / ranks * _round_up(number, tp / ranks))
             for tp in degrees
         ]
         seconds = np.min(steps, axis=0) * np.diff(self._ends) if len(left) else np.zeros(0)
@@ -99,9 +102,9 @@ class Engine:
         return self.context[running] + steps, self.left[running] - steps
 
 
-def _round_up(number: np.ndarray, tp: int) -> np.ndarray:
-    """Share by which the fullest replica has more than the mean."""
-    return np.ceil(number * tp / RANKS) / np.maximum(number * tp / RANKS, 1e-9)
+def _round_up(number: np.ndarray, share: float) -> np.ndarray:
+    """How many times as much as the mean the fullest replica has, which gets this share of the requests."""
+    return np.ceil(number * share) / np.maximum(number * share, 1e-9)
 
 
 def move(times: Roofline, degrees: list[int], running: list[tuple[np.ndarray, np.ndarray]], count: int) -> float:

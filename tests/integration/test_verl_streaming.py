@@ -44,6 +44,7 @@ STREAM = (
     "trainer.v1.trainer_mode=recorded_stream", "actor_rollout_ref.rollout.nnodes=1", f"{ENGINE}.backend=gloo",
     f"{ENGINE}.custom_backend_module=on_cpu.verl_gloo", "ray_kwargs.ray_init.num_gpus=4",
 )  # fmt: skip
+LEAVING = "trainer.v1.trainer_mode=leaving_lent"
 HF_ONLY = "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]"
 ACTOR = "actor_rollout_ref.actor"
 CASES = {
@@ -91,6 +92,20 @@ def test_three_steps_are_those_of_verls_own_update(verl_job, own_modules, flat, 
     if case == "lent":  # one switch to lend, one to take back, and others of the policy's
         assert min(streamed.series("rollout/switches")) >= 2
     compare_with_verl(verl_job, flat, streamed, common)
+
+
+@pytest.mark.long
+def test_an_engine_leaves_the_round_and_its_requests_go_on(verl_job, own_modules, flat, tmp_path):
+    """Two engines; the first one leaves each round with what it has, as its ranks are to train; the next update brings
+    it back."""
+    two = "--gpus", "4", "--tp", "2"
+    streamed, common = run_gated(verl_job, tmp_path, "lent", "GatedAgent", *two, LEAVING)
+    assert len(streamed.steps) == 3 and min(streamed.series("test/moved")) > 0
+    for step in streamed.steps:
+        assert step["training/stream/chunks"] >= 2 and step["training/stream/hidden_seconds"] > 0
+        assert step["training/off_policy/trajectory_spans/max"] == 1
+    assert streamed.log.count("requests ran on while memory was to be released") == 0
+    compare_with_verl(verl_job, flat, streamed, (*two, *common))
 
 
 @pytest.mark.long

@@ -26,6 +26,7 @@ from sglang_pat.integrations.verl.fields import was_stopped
 from sglang_pat.integrations.verl.stream_lent import AdaptiveStreamLent, LentRanks, LentWorker
 from sglang_pat.integrations.verl.streaming import AdaptiveStream, StreamStep
 from sglang_pat.integrations.verl.trainers import AdaptiveTrainer
+from sglang_pat.policies.lending import Move
 from sglang_pat.rollout.state import LONG
 
 from . import verl_rewards
@@ -157,6 +158,45 @@ class RecordedStream(_Gated, AdaptiveStream):
 @register_trainer("recorded_stream_lent")
 class RecordedStreamLent(_Gated, AdaptiveStreamLent):
     pass
+
+
+class LeavingRanks(LentRanks):
+    """The first engine leaves each round as soon as something was trained, with what it has.
+
+    Attributes:
+        moved: requests that it had.
+    """
+
+    moved = 0
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self.moved = 0
+
+    def ask_policy(self, step: StreamStep, complete: int, groups: set[str]) -> dict[int, Move]:
+        moves = super().ask_policy(step, complete, groups)
+        if step.left < step.batch and 0 not in self._left:
+            report = ray.get(self._trainer.engines.list_actors()[0].load.remote())
+            self.moved = report.running
+            if self.moved:
+                return moves | {0: Move.LEAVE}
+        return moves
+
+
+class LeavingStep(RecordedStep):
+    """Says how many requests were moved."""
+
+    gpus: LeavingRanks
+
+    def run(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
+        batch = super().run(metrics, timing_raw)
+        metrics["test/moved"] = self.gpus.moved
+        return batch
+
+
+@register_trainer("leaving_lent")
+class LeavingLent(RecordedStreamLent):
+    step_class, gpus_class = LeavingStep, LeavingRanks
 
 
 class WaitingBell(Bell):

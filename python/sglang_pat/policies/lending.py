@@ -86,13 +86,32 @@ class Move(StrEnum):
     """What is to be done with the ranks.
 
     ``wait``: nothing now, ask again when another group is complete, or, while they are lent, after some time.
-    ``never``: nothing more in this round.
+    ``never``: nothing more in this round.  ``leave``: one of several engines leaves the round, with all its ranks.
     """
 
     LEND = "lend"
     WAIT = "wait"
     NEVER = "never"
     TAKE_BACK = "take_back"
+    LEAVE = "leave"
+
+
+class Others(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The engines that would get the requests of one that leaves.
+
+    Attributes:
+        engines: their number.
+        running, waiting: requests of the one that has most.
+        tokens: KV tokens of those that run there; ``room``: KV tokens that it has room for.
+        delay: seconds until a request that is moved is sent to its new engine.
+    """
+
+    engines: Annotated[int, Meta(ge=1, le=MOST_COUNT)]
+    running: Count
+    waiting: Count
+    tokens: Count
+    room: Count
+    delay: Seconds = 0.0
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,6 +130,8 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         elapsed: seconds since the step began.
         lent: seconds since ranks were lent, in which the trainer could use them; 0 if none are.
         busy: seconds of these in which it trained, and ``trained``: the tokens that it trained.
+        others: the other engines of the step, if the one that is asked may leave.  ``samples``, ``ready`` and so on are
+            its share then, and ``seconds_per_token`` those in which all of them train a token of each share.
 
     Raises:
         ValueError: more complete samples than there are.
@@ -129,6 +150,7 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     lent: Seconds = 0.0
     busy: Seconds = 0.0
     trained: Count = 0
+    others: Others | None = None
 
     def __post_init__(self) -> None:
         if self.complete > self.samples:
@@ -317,6 +339,18 @@ def make_lending_policy(
     usable = tuple(tp for tp in degrees if num_ranks % STRIDE == 0 and half_ranks % tp == 0)
 
     def decide(snapshot: Snapshot, history: LengthHistory, training: Training) -> LendingDecision:
+        decision = decide_without_leaving(snapshot, history, training)
+        if training.others is None or not training.ready or training.completion < LAST_MILESTONE:
+            return decision
+        if not len(snapshot.load):
+            return _say(snapshot, Move.LEAVE, "nothing runs here")
+        lent = snapshot.num_ranks < num_ranks
+        leaving = planner and _decide_leaving(planner, snapshot, history, training, lent)
+        if not leaving or (decision.move is Move.LEND and decision.gain >= leaving.gain):
+            return decision
+        return leaving
+
+    def decide_without_leaving(snapshot: Snapshot, history: LengthHistory, training: Training) -> LendingDecision:
         lent = snapshot.num_ranks < num_ranks
         outlook = look_ahead(snapshot.load, history) if len(snapshot.load) else None
         over = outlook is None and (planner is not None or training.complete == training.samples)
@@ -556,6 +590,56 @@ def _estimate_loss(
     may = np.append(0.0, 1 - outlook.any_alive) >= unlikely
     may[done] = True
     return float((lost / (courses.get_floor(training) + whole + 1e-9))[: done + 1][may[: done + 1]].max())
+
+
+def _decide_leaving(
+    planner: LayoutPlanner, snapshot: Snapshot, history: LengthHistory, training: Training, lent: bool
+) -> LendingDecision | None:
+    """Decide for the engine with the fewest requests, which go on elsewhere from their tokens; None: it stays.
+
+    What is gained: its ranks train what is ready, and the others' round takes longer.  All engines are taken to be in
+    the layout of this one.
+    """
+    others, load, tp = training.others, snapshot.load, snapshot.tp
+    replicas = snapshot.num_ranks // tp
+    if others is None or not planner.predictor.has_prefill(tp):
+        return None
+    there = make_load(
+        others.running, others.waiting, others.tokens, int(load.prompt.mean()), int(load.limit.max())
+    )  # fmt: skip
+    rows = np.argsort(load.output)[:: others.engines]
+    joined = Load(**{
+        name: np.append(getattr(there, name), getattr(load, name)[rows]) for name in ("prompt", "output", "limit")
+    }, family=np.arange(len(there) + len(rows)))  # fmt: skip
+
+    def look(some: Load) -> tuple[Outlook | None, float]:
+        """What is expected of these requests in one engine, and the seconds until they have ended."""
+        some = replace(some, replica=np.arange(len(some)) % replicas)
+        outlook = look_ahead(some, history) if len(some) else None
+        if outlook is None:
+            return None, 0.0
+        outlook = _end_with_spare(outlook, training.spare)
+        course = planner.plan(replace(snapshot, load=some), outlook).course
+        return outlook, float(course.to_go[0, course.degrees.index(tp)])
+
+    outlook, longer = look(joined)
+    if project_peak(outlook) > ROOM * others.room:
+        return None
+    lengths = (load.prompt + load.output)[rows]
+    used = min(replicas, len(rows))
+    pause = others.delay + float(
+        planner.predictor.prefill_uniform(tp, -(-len(rows) // used), float(np.sqrt((lengths**2.0).mean())), used)
+    )  # fmt: skip
+    stays = max(look(load)[1], look(there)[1])
+    cost = pause + longer - stays
+    if lent:  # its ranks are taken back before
+        cost += planner.costs.estimate_lending(tp, load.prompt + load.output).seconds
+    share = (1 - 1 / training.slowdown if lent else 1.0) / (others.engines + 1)
+    ready = training.seconds_per_token * training.ready
+    gain = min(share * max(pause + longer - training.setup, 0.0), ready) - cost
+    if gain < max(MARGIN * stays, MARGIN_SECONDS) or pause > RISK * (training.elapsed + ready + stays):
+        return None
+    return LendingDecision(move=Move.LEAVE, gain=gain, why="the others can do its last requests", tp=tp)
 
 
 def _decide_return(courses: _Courses, moving: np.ndarray, work: Work, training: Training) -> LendingDecision:

@@ -68,6 +68,8 @@ class Fleet(CheckpointEngineManager):
         self._leaving: list[RolloutReplica] = []
         """Engines that get no requests any more, and still send what they had."""
         self._new: list[RolloutReplica] = []
+        self._asleep: list[RolloutReplica] = []
+        """Engines that have left the round, and sleep until the next update."""
         self._step: int | None = None
         """verl's version of the weights that were sent last."""
         self._lives: dict[int, ray.ObjectRef] = {}
@@ -112,7 +114,7 @@ class Fleet(CheckpointEngineManager):
         Raises:
             RuntimeError: an engine could not be started, or engines die again and again; one line.
         """
-        self._step = self._step if global_steps is None else global_steps
+        self._step, self._asleep = self._step if global_steps is None else global_steps, []
         metrics: dict[str, Any] = {}
         dead: list[RolloutReplica] = []
         for _ in range(MOST_STARTS):
@@ -223,6 +225,21 @@ class Fleet(CheckpointEngineManager):
             _release(replica)
         job_log.warning("engine %d has left, %d remain", replica.replica_rank, len(self.replicas))
 
+    @auto_await
+    async def leave_round(self, number: int) -> None:
+        """Have an engine sleep before the others, until the next update; what it has goes on elsewhere.
+
+        Args:
+            number: its place among the replicas.
+        """
+        replica = self.replicas[number]
+        await self._balancer.remove_servers.remote([replica.server_address])
+        with suppress(RayActorError):
+            await replica.abort_all_requests(reject_request=True)
+            await replica.sleep()
+        self._asleep.append(replica)
+        self._new.append(replica)
+
     def start_dead(self) -> None:
         """Begin to start new engines for the dead ones, while the others generate; not while a trainer has the GPUs."""
         if self._have_gpus:
@@ -301,7 +318,7 @@ class Fleet(CheckpointEngineManager):
         await self._ask_living("resume_kv_cache")
 
     async def _ask_living(self, method: str, *args: Any) -> None:
-        calls = [getattr(replica, method)(*args) for replica in self.replicas]
+        calls = [getattr(replica, method)(*args) for replica in self.replicas if replica not in self._asleep]
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, RayActorError):
                 raise result

@@ -6,7 +6,9 @@ Its step is :class:`~sglang_pat.integrations.verl.streaming.StreamStep`; :class:
 All ranks generate at first.  When it pays, or, without a profile, when KV fits (:mod:`sglang_pat.policies.lending`),
 each engine lends every second rank.  Those of the trainer's replicas that have their GPUs train on the groups that are
 complete.  The other ranks go on with all requests.  When the batch is complete, or earlier if that is faster, the ranks
-go back.  Then the engines sleep, and all replicas train on the rest.
+go back.  Then the engines sleep, and all replicas train on the rest.  Of several engines the one with the fewest
+requests may sleep before, when it has none, or when the others are better at its last ones: the trainer has all its
+ranks then.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from unittest.mock import patch
 
 import ray
 import torch
+from msgspec.structs import replace
 from omegaconf import DictConfig
 from ray.actor import ActorHandle
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,9 +41,11 @@ from sglang_pat.integrations.verl.streaming import StreamStep, list_samples, sum
 from sglang_pat.integrations.verl.tail_batching import ChunkedTailBatchingBuffer
 from sglang_pat.integrations.verl.trainers import AdaptiveTrainer
 from sglang_pat.messages import EndRound
-from sglang_pat.policies.lending import STRIDE, Move, Training, TrainingPace
+from sglang_pat.policies.lending import STRIDE, Move, Others, Training, TrainingPace
 
 MODE = f"{options.PREFIX}stream_lent"
+RETRY_SECONDS = 1.0
+"""Seconds that verl's client waits before it sends a request that was aborted elsewhere."""
 
 
 def list_replicas(ranks: int, size: int, engine: int) -> list[list[int]]:
@@ -97,6 +102,8 @@ class LentRanks:
         self._pace = TrainingPace()
         self._lent: dict[int, list[int]] = {}
         """Ranks that an engine has lent, by the engine's number; none: it lends no more in this step."""
+        self._left: set[int] = set()
+        """Numbers of the engines that have left the round: all their ranks are the trainer's."""
         self._asked_at = 0  # groups were complete when engines that have lent nothing were last asked
         self.generates = False  # the engines are awake
         self._rung = False
@@ -108,7 +115,7 @@ class LentRanks:
 
     def begin_step(self) -> None:
         self.ranks, self.left_at, self.generates = (), 1.0, True
-        self._lent, self._asked_at = {}, 0
+        self._lent, self._left, self._asked_at = {}, set(), 0
         self._pace.begin_step(time.monotonic())
 
     def follow(self, step: StreamStep, groups: set[str], is_training: bool) -> None:
@@ -118,7 +125,7 @@ class LentRanks:
         complete, over = step.count_complete(groups), len(groups) >= step.left or step.is_generated()
         moves = {} if over else self.ask_policy(step, complete, groups)
         if is_training:
-            if over or {Move.LEND, Move.TAKE_BACK} & set(moves.values()):
+            if over or not {Move.WAIT, Move.NEVER}.issuperset(moves.values()):
                 self._asked_at = 0  # they are asked again, when it is done
                 self._ring(True)
         elif over:
@@ -135,13 +142,40 @@ class LentRanks:
         """
         engines, is_new = self._trainer.engines.list_actors(), complete != self._asked_at
         self._asked_at = complete
-        waiting = [engine for engine in range(len(engines)) if engine not in self._lent and is_new]
-        asked = waiting + [engine for engine, ranks in self._lent.items() if ranks]
-        if not asked:
+        awake = [engine for engine in range(len(engines)) if engine not in self._left]
+        asked = [engine for engine in awake if self._lent.get(engine) or (engine not in self._lent and is_new)]
+        last, others = self._describe_others(awake) if is_new else (None, None)
+        if not asked and last is None:
             return {}
         training = self._describe_training(step, complete, groups, len(engines))
-        moves = ask_each([engines[engine] for engine in asked], "decide_lending", training)
-        return {engine: move or Move.NEVER for engine, move in zip(asked, moves, strict=True)}  # the dead lend nothing
+
+        def ask(some: Sequence[int], about: Training) -> dict[int, Move]:
+            moves = ask_each([engines[engine] for engine in some], "decide_lending", about)
+            return {engine: move or Move.NEVER for engine, move in zip(some, moves, strict=True)}  # the dead lend none
+
+        moves = ask([engine for engine in asked if engine != last], training)
+        if last is not None:
+            (move,) = ask([last], replace(training, others=others)).values()
+            if last in asked or move is Move.LEAVE:
+                moves[last] = move
+        return moves
+
+    def _describe_others(self, awake: Sequence[int]) -> tuple[int | None, Others | None]:
+        """The engine that may leave, which has the fewest requests, and what the others have; None: none may."""
+        if len(awake) < 2:
+            return None, None
+        engines = self._trainer.engines.list_actors()
+        answers = zip(awake, ask_each([engines[engine] for engine in awake], "load"), strict=True)
+        reports = {engine: report for engine, report in answers if report is not None}
+        if len(reports) < 2:
+            return None, None
+        last, *others = sorted(reports, key=lambda engine: reports[engine].running + reports[engine].waiting)
+        most = reports[others[-1]]
+        room = most.kv_free + most.tokens
+        return last, Others(
+            engines=len(others), running=most.running, waiting=most.waiting, tokens=most.tokens, room=room,
+            delay=RETRY_SECONDS,
+        )  # fmt: skip
 
     def _describe_training(self, step: StreamStep, complete: int, groups: set[str], engines: int) -> Training:
         """The state of training for one engine: it lends for as much of the batch as the others."""
@@ -162,9 +196,9 @@ class LentRanks:
         )  # fmt: skip
 
     def _make_moves(self, moves: dict[int, Move], completion: float) -> None:
-        lend, back, never = (
+        lend, back, never, leave = (
             [engine for engine, move in moves.items() if move == wanted]
-            for wanted in (Move.LEND, Move.TAKE_BACK, Move.NEVER)
+            for wanted in (Move.LEND, Move.TAKE_BACK, Move.NEVER, Move.LEAVE)
         )
         self._lent |= {engine: [] for engine in never}
         if lend:
@@ -177,6 +211,16 @@ class LentRanks:
         if back:
             self._take_back(back)
         size = self._trainer.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        for engine in leave:
+            if self._lent.get(engine):
+                self._take_back(leave)
+            with marked_timer("switch_to_trainer", self._trainer.timing_raw, color="cyan"):
+                self._trainer.checkpoint_manager.leave_round(engine)
+            if not any(self._lent.values()):
+                self._pace.lend(time.monotonic())
+            self._left.add(engine)
+            self._lent[engine] = list(range(size))
+            self.left_at = min(self.left_at or 1.0, completion)
         self.ranks = [engine * size + rank for engine, ranks in sorted(self._lent.items()) for rank in ranks]
 
     def _take_back(self, engines: Iterable[int]) -> None:
@@ -189,7 +233,8 @@ class LentRanks:
             self._pace.take_back()
 
     def _end_generation(self) -> None:
-        self._take_back(range(len(self._trainer.engines.list_actors())))
+        engines = range(len(self._trainer.engines.list_actors()))
+        self._take_back([engine for engine in engines if engine not in self._left])
         PPOTrainerColocateAsync.on_sample_end(self._trainer)  # verl's: the engines sleep
         self.ranks, self.generates = range(self._trainer.actor_rollout_wg.world_size), False
 
@@ -203,8 +248,9 @@ class LentRanks:
 
     def note_chunk(self, chunk: KVBatchMeta, seconds: float, ranks: Sequence[int]) -> None:
         if self.ranks == ranks:  # all of it on the same ones
-            lent = len(ranks) < self._trainer.actor_rollout_wg.world_size
-            self._pace.add(seconds, sum_tokens(list_samples(chunk)), lent=lent)
+            share = len(ranks) / self._trainer.actor_rollout_wg.world_size
+            half = seconds if share == 1 else seconds * share * STRIDE  # a pace is that of all ranks, or of half
+            self._pace.add(half, sum_tokens(list_samples(chunk)), lent=share < 1)
 
 
 @register_trainer(MODE)
