@@ -41,7 +41,6 @@ from studies.starts import CORRELATION, GROUP, PROMPT
 
 ENGINES = (2, 4, 8)
 WAYS = ("plain", "lend", "leave")
-FIX = int(os.environ.get("FIX", "1"))
 TICKS = 256
 """Looks at the round, at equal shares of its time in ``plain``."""
 EARLIER = 2
@@ -60,7 +59,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one step in one way: seconds of its round and of all of it, and engines that left with and without requests."""
+    """One step in one way: seconds of its round and of all of it, and engines that left with and without requests."""
 
     round: float
     step: float
@@ -123,9 +122,7 @@ class Node:
 def simulate(node: Node, lengths: np.ndarray, task: Task, limit: int, history: LengthHistory, way: str) -> Result:
     """One step; ``lengths``: of all engines, ``[engines, responses]``."""
     families = np.arange(lengths.size).reshape(lengths.shape) // GROUP
-    engines = [
-        Running(np.full(task.size, PROMPT), own, family) for own, family in zip(lengths, families, strict=True)
-    ]
+    engines = [Running(np.full(task.size, PROMPT), own, family) for own, family in zip(lengths, families, strict=True)]
     for engine in engines:
         engine.begin(node, 0.0)
     plain = max(engine.engine.seconds for engine in engines)
@@ -172,7 +169,7 @@ def simulate(node: Node, lengths: np.ndarray, task: Task, limit: int, history: L
                 seconds_per_token=per_token * total, setup=SETUP, elapsed=now, returned=number in returned,
                 lent=now - since if lent else 0.0, busy=busy if lent else 0.0,
                 trained=int(trained / total) if lent else 0, others=others,
-                slowdown=total / sum(1 - one.share for one in engines) if 0 < engine.share < 1 and FIX else STRIDE,
+                slowdown=total / sum(1 - one.share for one in engines) if engine.share < 1 else STRIDE,
             )  # fmt: skip
             move = node.decide(make_snapshot(node, engine, limit, now), history, training).move
             if move is Move.LEND and engine.share == 1 and not engine.never:
@@ -192,7 +189,7 @@ def simulate(node: Node, lengths: np.ndarray, task: Task, limit: int, history: L
                 leave(node, engines, number, [one for one in awake if one != number], now)
                 awake.remove(number)
                 break
-    round_ = max(plain if not seen else 0.0, max(engine.since + engine.engine.seconds for engine in engines))
+    round_ = max(engine.since + engine.engine.seconds for engine in engines)
     free = sum(1 - engine.share for engine in engines if now >= engine.free_at) / total
     trained -= max(now - round_, 0.0) * free / per_token  # the last tick is longer than the round
     back = max((estimate_move(node, engine) for engine in engines if 0 < engine.share < 1), default=0.0)
@@ -272,7 +269,7 @@ def main(argv: list[str] | None = None) -> int:
     ]
     with ProcessPoolExecutor(args.jobs) as pool:
         results = list(track(pool.map(study, tasks), "steps", len(tasks), console=Console(stderr=True)))
-    heads = ("node", "model", "lengths", "responses an engine", "engines", "plain, s", "lend", "leave", "left busy, idle")
+    heads = ("node", "model", "lengths", "responses an engine", "engines", "plain, s", "lend", "leave", "left, idle")
     table = Table(*heads, title="Plain over the time of a step: ranks lent, and engines that leave (modelled)")
     for at in range(0, len(tasks), rounds):
         task, some = tasks[at], results[at : at + rounds]
@@ -280,7 +277,9 @@ def main(argv: list[str] | None = None) -> int:
         for way in WAYS[1:]:
             gains = [one["plain"].step / one[way].step for one in some]
             cells.append(f"{mean(gains):.3f} ({min(gains):.3f} to {max(gains):.3f})")
-        left = ", ".join(f"{mean(getattr(one['leave'], name) for one in some):.1f}" for name in ("left_busy", "left_idle"))
+        left = ", ".join(
+            f"{mean(getattr(one['leave'], name) for one in some):.1f}" for name in ("left_busy", "left_idle")
+        )
         seconds = f"{mean(one['plain'].step for one in some):.0f}"
         table.add_row(task.machine, task.model, task.shape, str(task.size), str(task.engines), seconds, *cells, left)
     console = Console(highlight=False, width=200)

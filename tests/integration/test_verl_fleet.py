@@ -228,6 +228,7 @@ class MadeFleet(fleet.Fleet):
             add_servers=remote(self.added.update), remove_servers=remote(self.removed.extend)
         )
         self._new, self._deaths, self._start_seconds, self._lives, self._step = [], 0, 0.0, {}, None
+        self._asleep = []
         self._count, self._leaving, self._dying, self.updates = None, [], list(dying), 0
         self._starts, self._threads, self._have_gpus = {}, ThreadPoolExecutor(), False
 
@@ -368,6 +369,30 @@ def test_without_a_step_the_weights_are_those_sent_last(made):
     assert one.step == 5
     one.step = None
     assert asyncio.run(_update(one, None)) == {"sent": 2} and one.step == 5
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["it has died", "it lives"])
+def test_an_engine_that_left_the_round_sleeps_until_the_next_update(made, number):
+    one = made(set(), set())
+    for each in one.replicas:
+        each.asleep = False
+    asyncio.run(_leave(one, number))
+    assert one.removed == [f"address {number}"] and one.replicas[number].asleep == bool(number)
+    slept = list[int]()
+    for each in one.replicas:
+        each.sleep = lambda each=each: slept.append(each.replica_rank) or asyncio.sleep(0)
+    asyncio.run(_sleep(one))
+    assert slept == [1 - number], "SGLang does not release memory twice"
+    for each in one.replicas:
+        each.asleep = True
+    asyncio.run(_update(one))
+    assert one.added == {f"address {number}": f"actor {number}"}, "it gets requests again"
+    asyncio.run(_sleep(one))
+    assert sorted(slept[1:]) == [0, 1]
+
+
+async def _leave(one: MadeFleet, number: int) -> None:
+    await one.leave_round(number)
 
 
 async def _update(one: MadeFleet, step: int | None = 5) -> Any:

@@ -18,7 +18,7 @@ from sglang_pat.integrations.verl.fields import STEPS, STOPPED, STOPS
 from sglang_pat.integrations.verl.gradient_sums import Sums
 from sglang_pat.integrations.verl.streaming import AdaptiveStream, StreamStep, check_samples
 from sglang_pat.integrations.verl.tail_batching import NoResponseError
-from sglang_pat.policies.lending import STRIDE, Move, Training
+from sglang_pat.policies.lending import STRIDE, Move, Others, Training
 
 from . import jobs
 from .verl_stream_jobs import ENGINE, HYBRID, REF, ROLLOUT
@@ -248,7 +248,10 @@ class LendingEngine:
 
     def __init__(self, calls: list[Any], lent: list[int], says: dict[int, Move]) -> None:
         self.lend_ranks = SimpleNamespace(remote=lambda stride: calls.append(stride) or (lent if stride > 1 else []))
-        self.load = SimpleNamespace(remote=lambda: SimpleNamespace(kv_free=1000, tokens=200))
+        self.running = 0
+        self.load = SimpleNamespace(
+            remote=lambda: SimpleNamespace(kv_free=1000, tokens=200, running=self.running, waiting=1)
+        )
         self.decide_lending = SimpleNamespace(remote=self.decide)
         self.says, self.asked = says, list[Training]()
 
@@ -286,8 +289,9 @@ def make_lending_trainer(monkeypatch, calls, engines, looks, policy) -> stream_l
     trainer.actor_rollout_wg = SimpleNamespace(world_size=4, empty_cache=lambda: calls.append("memory"))
     trainer.gpus.bell = SimpleNamespace(set=SimpleNamespace(remote=lambda rung: calls.append(f"bell {rung}")))
     trainer.checkpoint_manager = SimpleNamespace(
-        abort_replicas=lambda: calls.append("abort"), sleep_replicas=lambda: calls.append("sleep")
-    )
+        abort_replicas=lambda: calls.append("abort"), sleep_replicas=lambda: calls.append("sleep"),
+        leave_round=lambda number: calls.append(f"leave {number}"),
+    )  # fmt: skip
     return trainer
 
 
@@ -344,6 +348,50 @@ def test_a_chunk_that_is_trained_does_not_hold_a_batch_that_is_complete(monkeypa
     assert shares == [[[], ["a", "c", "d"], [], ["e", "f", "g"]], [["c"], ["d"], ["e"], []]]
     assert calls == ["bell True", "memory", 1, 1, "abort", "sleep", "bell False"], "rung when all eight are there"
     assert step.wait_for_groups() == 5 and step.gpus.left_at == 3 / 8 and calls[-1] == "bell False"
+
+
+def test_the_engine_with_the_fewest_requests_may_leave(monkeypatch):
+    """The first engine lends, the second leaves: it has fewer requests.  The first is then the last one awake."""
+    calls: list[Any] = []
+    engines = [
+        LendingEngine(calls, [1], {2: Move.LEND}),
+        LendingEngine(calls, [1], {2: Move.LEND, 5: Move.LEAVE, 6: Move.LEAVE}),
+    ]
+    engines[0].running = 5
+    trainer: Any = make_lending_trainer(monkeypatch, calls, engines, iter([2, 5, 6, 8]), "threshold")
+    trainer.gpus._pace.lend = lambda now: calls.append("pace")
+    step = begin_step(trainer)
+    assert step.wait_for_groups() == 2 and list(step.gpus.ranks) == [1, 3]
+    step.left = 6
+    assert step.wait_for_groups() == 3 and list(step.gpus.ranks) == [1, 2, 3], "all of the second engine"
+    step.left = 3
+    assert step.wait_for_groups() == 1 and list(step.gpus.ranks) == [1, 2, 3]
+    step.left = 2
+    assert step.wait_for_groups() == 2 and list(step.gpus.ranks) == [0, 1, 2, 3]
+    assert calls == [2, 2, "pace", "memory", 1, "leave 1", "memory", 1, "abort", "sleep"]
+    told = [training.others for training in engines[1].asked]
+    assert told == [Others(engines=1, running=5, waiting=1, tokens=200, room=1200, delay=1.0)] * 2
+    assert [training.others for training in engines[0].asked] == [None] * 3
+    assert [training.slowdown for training in engines[0].asked] == [2, 2, pytest.approx(4 / 3)], "with three of four"
+
+
+def test_a_chunk_is_interrupted_for_an_engine_that_leaves(monkeypatch):
+    calls: list[Any] = []
+    engines = [LendingEngine(calls, [1], {3: Move.LEND}), LendingEngine(calls, [1], {5: Move.LEAVE})]
+    engines[0].running = 5
+    trainer: Any = make_lending_trainer(monkeypatch, calls, engines, iter([3, 5, 5, 8]), "threshold")
+    step = begin_step(trainer)
+    assert step.wait_for_groups() == 3 and list(step.gpus.ranks) == [1]
+    step.left = 5
+    del calls[:]
+    batch = KVBatchMeta(partition_id="train", keys=list("abc"), tags=[{"seq_len": n} for n in (3, 2, 1)])
+    shares = play_ranks(monkeypatch, trainer, [[[], [0], [], []], [[], [0], [0], []]], [0, 4, 4])
+    looks = iter([2, 2])
+    trainer.replay_buffer.wait_for_sampleable = lambda *_: ({str(3 + i) for i in range(next(looks))}, {})
+    step.add_gradients(batch)
+    assert shares == [[[], ["a", "b", "c"], [], []], [[], ["b"], ["c"], []]]
+    assert calls == ["bell True", "leave 1", "bell False"]
+    assert [training.slowdown for training in engines[0].asked] == [2, 4, 4], "one of four ranks trains"
 
 
 def test_ranks_that_train_are_taken_back_when_the_engine_says_so(monkeypatch):

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from sglang_pat.policies.lending import LAST_MILESTONE, Move, Others, Training, make_lending_policy
+from sglang_pat.policies.lending import LAST_MILESTONE, Move, Others, make_lending_policy
 from sglang_pat.policies.lengths import LengthHistory
 from studies import leaving
 
 from .drawn import examples
-from .policy_world import crossing, machine, profiles, snapshot, snapshots
+from .policy_world import crossing, profiles, snapshot, snapshots
 from .profiles_for_tests import prefill_points
 from .test_lending import BUSY, DEGREES, PLENTY, RANKS, learn, lend_half, make, rooms, trainings
 
@@ -115,9 +115,7 @@ def test_simulated_engines_that_leave_make_a_step_shorter(step):
 
 def test_no_token_of_an_engine_that_leaves_is_lost(step):
     node, _, lengths, _ = step
-    engines = [
-        leaving.Running(np.full(128, leaving.PROMPT), own, np.arange(128) // leaving.GROUP) for own in lengths
-    ]
+    engines = [leaving.Running(np.full(128, leaving.PROMPT), own, np.arange(128) // leaving.GROUP) for own in lengths]
     for engine in engines:
         engine.begin(node, 0.0)
     now = engines[0].engine.seconds / 2

@@ -112,7 +112,7 @@ class Engine(EngineRollouts, AdaptiveEngine):
         """Whether ranks should be lent now, or taken back; to be asked whenever a group is complete.
 
         Returns the fields of a :class:`~sglang_pat.policies.lending.LendingDecision`: ``move`` is ``lend``, ``wait``,
-        ``never`` or ``take_back``.
+        ``never`` or ``take_back``; ``leave`` only if ``others`` are given.
 
         Args:
             about: fields of :class:`~sglang_pat.policies.lending.Training`.

@@ -12,7 +12,11 @@ from ray.exceptions import RayActorError
 
 def ask_each(actors: Iterable[ActorHandle], method: str, *args: Any) -> list[Any]:
     """What each actor answers to ``method``; None: it is dead, or died meanwhile."""
-    calls = [getattr(actor, method).remote(*args) for actor in actors]
+    return gather([getattr(actor, method).remote(*args) for actor in actors])
+
+
+def gather(calls: Iterable[ray.ObjectRef]) -> list[Any]:
+    """What calls of actors answer; None: the actor is dead, or died meanwhile."""
     answers: list[Any] = []
     for call in calls:
         try:

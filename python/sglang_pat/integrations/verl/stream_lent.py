@@ -34,7 +34,7 @@ from verl.utils.memory_utils import aggressive_empty_cache
 from verl.workers.engine.fsdp import transformer_impl
 
 from sglang_pat.integrations.verl import options
-from sglang_pat.integrations.verl.actors import ask_each
+from sglang_pat.integrations.verl.actors import ask_each, gather
 from sglang_pat.integrations.verl.bell import Bell
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
 from sglang_pat.integrations.verl.streaming import StreamStep, list_samples, sum_tokens
@@ -148,17 +148,18 @@ class LentRanks:
         if not asked and last is None:
             return {}
         training = self._describe_training(step, complete, groups, len(engines))
-
-        def ask(some: Sequence[int], about: Training) -> dict[int, Move]:
-            moves = ask_each([engines[engine] for engine in some], "decide_lending", about)
-            return {engine: move or Move.NEVER for engine, move in zip(some, moves, strict=True)}  # the dead lend none
-
-        moves = ask([engine for engine in asked if engine != last], training)
-        if last is not None:
-            (move,) = ask([last], replace(training, others=others)).values()
-            if last in asked or move is Move.LEAVE:
-                moves[last] = move
-        return moves
+        # One that has not lent expects all others to do as it does; one that has sees what ranks the trainer has.
+        lent = sum(map(len, self._lent.values())) * STRIDE / self._trainer.actor_rollout_wg.world_size
+        as_lent = replace(training, slowdown=max(1.0, training.slowdown / (lent or 1)), busy=training.busy / (lent or 1))
+        calls = {
+            engine: engines[engine].decide_lending.remote(
+                replace(as_lent if self._lent.get(engine) else training, others=others if engine == last else None)
+            )
+            for engine in {*asked, *([] if last is None else [last])}
+        }
+        moves = zip(calls, gather(calls.values()), strict=True)
+        # The dead lend nothing.
+        return {one: move or Move.NEVER for one, move in moves if one in asked or move is Move.LEAVE}
 
     def _describe_others(self, awake: Sequence[int]) -> tuple[int | None, Others | None]:
         """The engine that may leave, which has the fewest requests, and what the others have; None: none may."""
@@ -213,7 +214,7 @@ class LentRanks:
         size = self._trainer.config.actor_rollout_ref.rollout.tensor_model_parallel_size
         for engine in leave:
             if self._lent.get(engine):
-                self._take_back(leave)
+                self._take_back([engine])
             with marked_timer("switch_to_trainer", self._trainer.timing_raw, color="cyan"):
                 self._trainer.checkpoint_manager.leave_round(engine)
             if not any(self._lent.values()):
