@@ -39,7 +39,7 @@ from studies.repack import NODES, SHAPES, SIZES, Engine
 from studies.shapes import NAMED, parse_shape
 from studies.starts import CORRELATION, GROUP, PROMPT
 
-ENGINES = (2, 4, 8)
+ENGINES = (2, 8, 32)
 WAYS = ("plain", "lend", "leave")
 TICKS = 256
 """Looks at the round, at equal shares of its time in ``plain``."""
@@ -194,7 +194,7 @@ def simulate(node: Node, lengths: np.ndarray, task: Task, limit: int, history: L
     trained -= max(now - round_, 0.0) * free / per_token  # the last tick is longer than the round
     back = max((estimate_move(node, engine) for engine in engines if 0 < engine.share < 1), default=0.0)
     rest = whole - max(trained, 0.0) * per_token
-    return Result(round_, round_ + back + rest, left_busy, left_idle)
+    return Result(float(round_), float(round_ + back + rest), left_busy, left_idle)
 
 
 def make_snapshot(node: Node, engine: Running, limit: int, now: float) -> Snapshot:

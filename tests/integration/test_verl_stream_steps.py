@@ -284,7 +284,7 @@ def make_lending_trainer(monkeypatch, calls, engines, looks, policy) -> stream_l
     }
     trainer.replay_buffer = SimpleNamespace(
         wait_for_sampleable=wait, partitions={"train": tags}, running_keys={"train": {"7"}},
-        _wait_for_next_poll=lambda partition, last: last, poll_interval=0.5,
+        _wait_for_next_poll=lambda partition, last: last, poll_interval=0.5, filter_groups_metric=None,
     )  # fmt: skip
     trainer.actor_rollout_wg = SimpleNamespace(world_size=4, empty_cache=lambda: calls.append("memory"))
     trainer.gpus.bell = SimpleNamespace(set=SimpleNamespace(remote=lambda rung: calls.append(f"bell {rung}")))

@@ -41,7 +41,7 @@ from sglang_pat.integrations.verl.streaming import StreamStep, list_samples, sum
 from sglang_pat.integrations.verl.tail_batching import ChunkedTailBatchingBuffer
 from sglang_pat.integrations.verl.trainers import AdaptiveTrainer
 from sglang_pat.messages import EndRound
-from sglang_pat.policies.lending import STRIDE, Move, Others, Training, TrainingPace
+from sglang_pat.policies.lending import MOST_COUNT, STRIDE, Move, Others, Training, TrainingPace
 
 MODE = f"{options.PREFIX}stream_lent"
 RETRY_SECONDS = 1.0
@@ -144,13 +144,16 @@ class LentRanks:
         self._asked_at = complete
         awake = [engine for engine in range(len(engines)) if engine not in self._left]
         asked = [engine for engine in awake if self._lent.get(engine) or (engine not in self._lent and is_new)]
-        last, others = self._describe_others(awake) if is_new else (None, None)
+        # Where useless groups are replaced, nobody knows what is still to come.
+        may_leave = is_new and not step.buffer.filter_groups_metric
+        last, others = self._describe_others(awake) if may_leave else (None, None)
         if not asked and last is None:
             return {}
         training = self._describe_training(step, complete, groups, len(engines))
         # One that has not lent expects all others to do as it does; one that has sees what ranks the trainer has.
-        lent = sum(map(len, self._lent.values())) * STRIDE / self._trainer.actor_rollout_wg.world_size
-        as_lent = replace(training, slowdown=max(1.0, training.slowdown / (lent or 1)), busy=training.busy / (lent or 1))
+        ranks = sum(map(len, self._lent.values())) or 1
+        halves = ranks * STRIDE / self._trainer.actor_rollout_wg.world_size
+        as_lent = replace(training, slowdown=max(1.0, training.slowdown / halves), busy=training.busy / halves)
         calls = {
             engine: engines[engine].decide_lending.remote(
                 replace(as_lent if self._lent.get(engine) else training, others=others if engine == last else None)
@@ -172,7 +175,7 @@ class LentRanks:
             return None, None
         last, *others = sorted(reports, key=lambda engine: reports[engine].running + reports[engine].waiting)
         most = reports[others[-1]]
-        room = most.kv_free + most.tokens
+        room = min(most.kv_free + most.tokens, MOST_COUNT)  # it may not be known yet
         return last, Others(
             engines=len(others), running=most.running, waiting=most.waiting, tokens=most.tokens, room=room,
             delay=RETRY_SECONDS,
