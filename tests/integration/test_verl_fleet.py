@@ -378,6 +378,7 @@ def test_an_engine_that_left_the_round_sleeps_until_the_next_update(made, number
         each.asleep = False
     asyncio.run(_leave(one, number))
     assert one.removed == [f"address {number}"] and one.replicas[number].asleep == bool(number)
+    assert one.count_awake() == 1 and one.count_living() == 2
     slept = list[int]()
     for each in one.replicas:
         each.sleep = lambda each=each: slept.append(each.replica_rank) or asyncio.sleep(0)

@@ -288,9 +288,11 @@ def make_lending_trainer(monkeypatch, calls, engines, looks, policy) -> stream_l
     )  # fmt: skip
     trainer.actor_rollout_wg = SimpleNamespace(world_size=4, empty_cache=lambda: calls.append("memory"))
     trainer.gpus.bell = SimpleNamespace(set=SimpleNamespace(remote=lambda rung: calls.append(f"bell {rung}")))
+    awake = trainer.awake = [1]
     trainer.checkpoint_manager = SimpleNamespace(
         abort_replicas=lambda: calls.append("abort"), sleep_replicas=lambda: calls.append("sleep"),
-        leave_round=lambda number: calls.append(f"leave {number}"),
+        leave_round=lambda number: calls.append(f"leave {number}"), count_awake=lambda: awake[0],
+        update_weights=lambda: calls.append("weights"), resume_generation_replicas=lambda: calls.append("resume"),
     )  # fmt: skip
     return trainer
 
@@ -373,6 +375,28 @@ def test_the_engine_with_the_fewest_requests_may_leave(monkeypatch):
     assert told == [Others(engines=1, running=5, waiting=1, tokens=200, room=1200, delay=1.0)] * 2
     assert [training.others for training in engines[0].asked] == [None] * 3
     assert [training.slowdown for training in engines[0].asked] == [2, 2, pytest.approx(4 / 3)], "with three of four"
+
+
+def test_an_engine_that_left_goes_on_if_all_others_die(monkeypatch):
+    """Once while ranks wait for groups, once while they train."""
+    calls: list[Any] = []
+    engines = [LendingEngine(calls, [1], {}), LendingEngine(calls, [1], {5: Move.LEAVE, 6: Move.LEAVE})]
+    engines[0].running = 5
+    for looks, trains in (([5, 6, 8], False), ([5, 6, 6, 8], True)):
+        del calls[:]
+        trainer: Any = make_lending_trainer(monkeypatch, calls, engines, iter(looks), "threshold")
+        step = begin_step(trainer)
+        assert step.wait_for_groups() == 5 and list(step.gpus.ranks) == [2, 3]
+        step.left, trainer.awake[0] = 3, 0
+        if trains:
+            step.look(is_training=True)
+            assert calls == ["leave 1", "bell True"] and list(step.gpus.ranks) == [2, 3]
+            del calls[1:]
+        step.look()
+        assert calls == ["leave 1", "memory", "weights", "resume"] and not step.gpus.ranks
+        trainer.awake[0] = 2
+        assert step.wait_for_groups() == 3 and len(step.gpus.ranks) == 4
+        assert calls[4:] == ["memory", 1, 1, "abort", "sleep"], "the end is that of any step"
 
 
 def test_a_chunk_is_interrupted_for_an_engine_that_leaves(monkeypatch):

@@ -36,6 +36,7 @@ BATCH, FIRST = 8, 3
 COMPUTED = {"log_probs", "old_log_probs", "ref_log_prob", "entropy", "advantages", "returns"}
 """Fields of a sample that a trainer adds."""
 GATE = "gate"
+DIES_IN = 2
 ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 ENGINE = f"{ROLLOUT}.checkpoint_engine"
 HYBRID = "trainer.v1.separate_async.hybrid_rollout.enable_switch=true"
@@ -161,13 +162,14 @@ class RecordedStreamLent(_Gated, AdaptiveStreamLent):
 
 
 class LeavingRanks(LentRanks):
-    """The first engine leaves each round as soon as something was trained, with what it has.
+    """The first engine leaves each round as soon as something was trained, with what it has.  Then the other dies in
+    step :data:`DIES_IN`.
 
     Attributes:
         moved: requests that it had.
     """
 
-    moved = 0
+    moved, dies_in = 0, DIES_IN
 
     def begin_step(self) -> None:
         super().begin_step()
@@ -175,11 +177,14 @@ class LeavingRanks(LentRanks):
 
     def ask_policy(self, step: StreamStep, complete: int, groups: set[str]) -> dict[int, Move]:
         moves = super().ask_policy(step, complete, groups)
-        if step.left < step.batch and 0 not in self._left:
-            report = ray.get(self._trainer.engines.list_actors()[0].load.remote())
-            self.moved = report.running
+        first, second = self._trainer.engines.list_actors()
+        if step.left < step.batch and not self.moved:
+            self.moved = ray.get(first.load.remote()).running
             if self.moved:
                 return moves | {0: Move.LEAVE}
+        elif 0 in self._left and self._trainer.global_steps == self.dies_in:
+            self.dies_in = 0
+            ray.kill(second)
         return moves
 
 

@@ -95,6 +95,11 @@ class Fleet(CheckpointEngineManager):
         """Number of engines that have not died."""
         return len(self.replicas) - len(self.list_dead())
 
+    def count_awake(self) -> int:
+        """Number of engines that have neither died nor left the round."""
+        dead = self.list_dead()
+        return sum(replica not in dead and replica not in self._asleep for replica in self.replicas)
+
     def take_metrics(self) -> dict[str, float]:
         """Engines that there are, that have died since the last call, and seconds that the job waited for others."""
         metrics = {

@@ -122,6 +122,8 @@ class LentRanks:
         """Lend ranks, take them back, have the engines sleep.  Ranks that are training are interrupted for it."""
         if not self.generates:
             return
+        if self._left and not self._trainer.checkpoint_manager.count_awake():
+            return self._ring(True) if is_training else self._wake()
         complete, over = step.count_complete(groups), len(groups) >= step.left or step.is_generated()
         moves = {} if over else self.ask_policy(step, complete, groups)
         if is_training:
@@ -235,6 +237,16 @@ class LentRanks:
         self._lent |= {engine: [] for engine in engines}
         if not any(self._lent.values()):
             self._pace.take_back()
+
+    def _wake(self) -> None:
+        """Have the engines that have left generate again, since all others have died."""
+        manager = self._trainer.checkpoint_manager
+        self._trainer.actor_rollout_wg.empty_cache()
+        manager.update_weights()
+        manager.resume_generation_replicas()
+        self._lent = {engine: [] for engine in range(len(self._trainer.engines.list_actors()))}  # no more in this step
+        self._left, self.ranks = set(), ()
+        self._pace.take_back()
 
     def _end_generation(self) -> None:
         engines = range(len(self._trainer.engines.list_actors()))

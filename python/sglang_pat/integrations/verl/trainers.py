@@ -140,8 +140,10 @@ class CheckedTrainer(PPOTrainer):
     def get_llm_client(self) -> LLMServerClient:
         if not self.is_adaptive:
             return super().get_llm_client()
-        client_cls = AdaptiveClient if self.mode == "sync" else AdaptiveAsyncClient
-        return self._get_requested_servers().get_client(client_cls=client_cls)
+        if self.mode == "sync":
+            return self._get_requested_servers().get_client(client_cls=AdaptiveClient)
+        # Where engines may sleep in a round, requests wait for those while none is awake.
+        return self._get_requested_servers().get_client(client_cls=AdaptiveAsyncClient, only_hybrid=self.lends_ranks)
 
     def _get_requested_servers(self) -> LLMServerManager:
         """verl's manager whose balancer all requests go through: the trainer's own replicas join and leave it."""
