@@ -344,8 +344,7 @@ def make_lending_policy(
             return decision
         if not len(snapshot.load):
             return _say(snapshot, Move.LEAVE, "nothing runs here")
-        lent = snapshot.num_ranks < num_ranks
-        leaving = planner and _decide_leaving(planner, snapshot, history, training, lent)
+        leaving = planner and _decide_leaving(planner, snapshot, history, training, num_ranks)
         if not leaving or (decision.move is Move.LEND and decision.gain >= leaving.gain):
             return decision
         return leaving
@@ -593,24 +592,27 @@ def _estimate_loss(
 
 
 def _decide_leaving(
-    planner: LayoutPlanner, snapshot: Snapshot, history: LengthHistory, training: Training, lent: bool
+    planner: LayoutPlanner, snapshot: Snapshot, history: LengthHistory, training: Training, num_ranks: int
 ) -> LendingDecision | None:
     """Decide for the engine with the fewest requests, which go on elsewhere from their tokens; None: it stays.
 
-    What is gained: its ranks train what is ready, and the others' round takes longer.  All engines are taken to be in
-    the layout of this one.
+    Gained is what its ranks train of what is ready, less what the round of the others takes longer.  All engines are
+    taken to be in the layout of this one.
     """
     others, load, tp = training.others, snapshot.load, snapshot.tp
     replicas = snapshot.num_ranks // tp
     if others is None or not planner.predictor.has_prefill(tp):
         return None
-    there = make_load(
-        others.running, others.waiting, others.tokens, int(load.prompt.mean()), int(load.limit.max())
-    )  # fmt: skip
-    rows = np.argsort(load.output)[:: others.engines]
-    joined = Load(**{
-        name: np.append(getattr(there, name), getattr(load, name)[rows]) for name in ("prompt", "output", "limit")
-    }, family=np.arange(len(there) + len(rows)))  # fmt: skip
+    prompt, limit = int(load.prompt.mean()), int(load.limit.max())
+    there = make_load(others.running, others.waiting, others.tokens, prompt, limit)
+    rows = np.argsort(load.output)[:: others.engines]  # what one of the others gets
+    lengths = (load.prompt + load.output)[rows]
+    joined = Load(
+        prompt=np.append(there.prompt, load.prompt[rows]),
+        output=np.append(there.output, load.output[rows]),
+        limit=np.append(there.limit, load.limit[rows]),
+        family=np.arange(len(there) + len(rows)),
+    )
 
     def look(some: Load) -> tuple[Outlook | None, float]:
         """What is expected of these requests in one engine, and the seconds until they have ended."""
@@ -625,18 +627,14 @@ def _decide_leaving(
     outlook, longer = look(joined)
     if project_peak(outlook) > ROOM * others.room:
         return None
-    lengths = (load.prompt + load.output)[rows]
-    used = min(replicas, len(rows))
-    pause = others.delay + float(
-        planner.predictor.prefill_uniform(tp, -(-len(rows) // used), float(np.sqrt((lengths**2.0).mean())), used)
-    )  # fmt: skip
+    used, rms = min(replicas, len(rows)), float(np.sqrt((lengths**2.0).mean()))
+    pause = others.delay + float(planner.predictor.prefill_uniform(tp, -(-len(rows) // used), rms, used))
+    if snapshot.num_ranks < num_ranks:  # the others are taken back before
+        pause += planner.costs.estimate_lending(tp, load.prompt + load.output).seconds
     stays = max(look(load)[1], look(there)[1])
-    cost = pause + longer - stays
-    if lent:  # its ranks are taken back before
-        cost += planner.costs.estimate_lending(tp, load.prompt + load.output).seconds
-    share = (1 - 1 / training.slowdown if lent else 1.0) / (others.engines + 1)
+    share = snapshot.num_ranks / num_ranks / (others.engines + 1)  # of all ranks, those that it has now
     ready = training.seconds_per_token * training.ready
-    gain = min(share * max(pause + longer - training.setup, 0.0), ready) - cost
+    gain = min(share * max(pause + longer - training.setup, 0.0), ready) - (pause + longer - stays)
     if gain < max(MARGIN * stays, MARGIN_SECONDS) or pause > RISK * (training.elapsed + ready + stays):
         return None
     return LendingDecision(move=Move.LEAVE, gain=gain, why="the others can do its last requests", tp=tp)
