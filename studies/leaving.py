@@ -161,7 +161,7 @@ def simulate(node: Node, lengths: np.ndarray, task: Task, limit: int, history: L
                 room = min(node.room[tp] * RANKS * fullest.share // tp for tp in node.degrees if tp <= RANKS // 2)
                 others = Others(
                     engines=len(awake) - 1, running=len(fullest.left), waiting=0, tokens=int(fullest.context.sum()),
-                    room=int(room), delay=1.0,
+                    room=int(room), delay=1.0, lent=sum(1 - one.share for one in engines) / total,
                 )  # fmt: skip
             lent = any(0 < one.share < 1 for one in engines)
             training = Training(

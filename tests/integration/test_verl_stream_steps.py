@@ -372,7 +372,8 @@ def test_the_engine_with_the_fewest_requests_may_leave(monkeypatch):
     assert step.wait_for_groups() == 2 and list(step.gpus.ranks) == [0, 1, 2, 3]
     assert calls == [2, 2, "pace", "memory", 1, "leave 1", "memory", 1, "abort", "sleep"]
     told = [training.others for training in engines[1].asked]
-    assert told == [Others(engines=1, running=5, waiting=1, tokens=200, room=1200, delay=1.0)] * 2
+    about = Others(engines=1, running=5, waiting=1, tokens=200, room=1200, delay=1.0)
+    assert told == [about, structs.replace(about, lent=0.5)]
     assert [training.others for training in engines[0].asked] == [None] * 3
     assert [training.slowdown for training in engines[0].asked] == [2, 2, pytest.approx(4 / 3)], "with three of four"
 

@@ -30,6 +30,7 @@ others = st.builds(
     Others,
     engines=st.integers(1, 3), running=st.integers(0, 50), waiting=st.integers(0, 9),
     tokens=st.integers(0, 10**5), room=st.integers(0, 10**6), delay=st.sampled_from([0.0, 1.0]),
+    lent=st.sampled_from([0.0, 0.5]),
 )  # fmt: skip
 
 
@@ -70,8 +71,14 @@ def test_an_engine_without_requests_leaves_when_there_is_work():
         ({"others": structs.replace(FEW, delay=30.0)}, False),
         ({"others": structs.replace(FEW, engines=8, running=1, tokens=2100)}, False),
         ({"setup": 1e4}, False),
+        ({"others": structs.replace(FEW, lent=0.5)}, True),
+        ({"ready": 15_000}, True),
+        ({"others": structs.replace(FEW, lent=0.5), "ready": 15_000}, False),
     ],
-    ids=["it pays", "alone", "early", "little to train", "no room", "takes long", "an eighth of all", "a slow trainer"],
+    ids=[
+        "it pays", "alone", "early", "little to train", "no room", "takes long", "an eighth of all", "a slow trainer",
+        "more to train than the trainer has ranks for", "less to train", "for which those are enough",
+    ],
 )  # fmt: skip
 def test_the_last_requests_go_on_elsewhere_where_that_pays(changed, leaves):
     """Two requests here and four there, of 2,000 of 3,000 tokens."""

@@ -104,6 +104,7 @@ class Others(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         running, waiting: requests of the one that has most.
         tokens: KV tokens of those that run there; ``room``: KV tokens that it has room for.
         delay: seconds until a request that is moved is sent to its new engine.
+        lent: share of the ranks of all engines that the trainer has now.
     """
 
     engines: Annotated[int, Meta(ge=1, le=MOST_COUNT)]
@@ -112,6 +113,7 @@ class Others(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tokens: Count
     room: Count
     delay: Seconds = 0.0
+    lent: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -596,8 +598,8 @@ def _decide_leaving(
 ) -> LendingDecision | None:
     """Decide for the engine with the fewest requests, which go on elsewhere from their tokens; None: it stays.
 
-    Gained is what its ranks train of what is ready, less what the round of the others takes longer.  All engines are
-    taken to be in the layout of this one.
+    Gained is what its ranks train of what is ready, and those that the trainer has would not, less what the round of the
+    others takes longer.  All engines are taken to be in the layout of this one.
     """
     others, load, tp = training.others, snapshot.load, snapshot.tp
     replicas = snapshot.num_ranks // tp
@@ -634,7 +636,8 @@ def _decide_leaving(
     stays = max(look(load)[1], look(there)[1])
     share = snapshot.num_ranks / num_ranks / (others.engines + 1)  # of all ranks, those that it has now
     ready = training.seconds_per_token * training.ready
-    gain = min(share * max(pause + longer - training.setup, 0.0), ready) - (pause + longer - stays)
+    hidden = min(others.lent * (pause + longer) + share * max(pause + longer - training.setup, 0.0), ready)
+    gain = hidden - min(others.lent * stays, ready) - (pause + longer - stays)
     if gain < max(MARGIN * stays, MARGIN_SECONDS) or pause > RISK * (training.elapsed + ready + stays):
         return None
     return LendingDecision(move=Move.LEAVE, gain=gain, why="the others can do its last requests", tp=tp)

@@ -153,8 +153,7 @@ class LentRanks:
             return {}
         training = self._describe_training(step, complete, groups, len(engines))
         # One that has not lent expects all others to do as it does; one that has sees what ranks the trainer has.
-        ranks = sum(map(len, self._lent.values())) or 1
-        halves = ranks * STRIDE / self._trainer.actor_rollout_wg.world_size
+        halves = STRIDE * self._get_lent_share() or 1.0
         as_lent = replace(training, slowdown=max(1.0, training.slowdown / halves), busy=training.busy / halves)
         calls = {
             engine: engines[engine].decide_lending.remote(
@@ -180,8 +179,12 @@ class LentRanks:
         room = min(most.kv_free + most.tokens, MOST_COUNT)  # it may not be known yet
         return last, Others(
             engines=len(others), running=most.running, waiting=most.waiting, tokens=most.tokens, room=room,
-            delay=RETRY_SECONDS,
+            delay=RETRY_SECONDS, lent=self._get_lent_share(),
         )  # fmt: skip
+
+    def _get_lent_share(self) -> float:
+        """Share of all ranks that the trainer has."""
+        return sum(map(len, self._lent.values())) / self._trainer.actor_rollout_wg.world_size
 
     def _describe_training(self, step: StreamStep, complete: int, groups: set[str], engines: int) -> Training:
         """The state of training for one engine: it lends for as much of the batch as the others."""
