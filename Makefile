@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?= --quick
 # Tests run in so many processes side by side; engine tests in two at most.
 WORKERS ?= 2
-STUDIES := policies starts gains coarse_grid tail_batching bias lending rl_step speculation repack
+STUDIES := policies starts gains coarse_grid tail_batching bias lending leaving rl_step speculation repack
 
 OF_VENV := 0.5.12.post1
 SGLANG ?= $(OF_VENV)

@@ -598,8 +598,8 @@ def _decide_leaving(
 ) -> LendingDecision | None:
     """Decide for the engine with the fewest requests, which go on elsewhere from their tokens; None: it stays.
 
-    Gained is what its ranks train of what is ready, and those that the trainer has would not, less what the round of the
-    others takes longer.  All engines are taken to be in the layout of this one.
+    Gained is what its ranks train of what is ready, and those that the trainer has would not, less what the round of
+    the others takes longer.  All engines are taken to be in the layout of this one.
     """
     others, load, tp = training.others, snapshot.load, snapshot.tp
     replicas = snapshot.num_ranks // tp
