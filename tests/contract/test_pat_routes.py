@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec import convert
 
 pytestmark = pytest.mark.contract
 
@@ -143,10 +144,14 @@ def test_a_round_is_begun_with_what_can_be(app, monkeypatch, body, line):
         assert answer.status_code == 400 and line in said and "\n" not in said and not sent
 
 
+TRAINING = {"samples": 4, "complete": 1, "ready": 30, "seconds_per_token": 1e-3}
+OTHERS = {"engines": 1, "running": 4, "waiting": 0, "tokens": 900, "room": 9000}
+
+
 @pytest.mark.parametrize(
     ("body", "line"),
     [
-        ({"samples": 4, "complete": 1, "ready": 30, "seconds_per_token": 1e-3}, "asked"),
+        (TRAINING, "asked"),
         ({"samples": 4, "complete": 1, "ready": 30}, "object missing required field seconds_per_token"),
         ({"samples": 0, "complete": 0, "ready": 0, "seconds_per_token": 1}, "samples is 0: expected int >= 1"),
         (
@@ -154,6 +159,8 @@ def test_a_round_is_begun_with_what_can_be(app, monkeypatch, body, line):
             "complete is 5, of 4 samples: give at most",
         ),
         ({"samples": 4, "complete": 1, "ready": 30, "pace": 1}, "object contains unknown field pace"),
+        (TRAINING | {"others": OTHERS}, "asked"),
+        (TRAINING | {"others": OTHERS | {"engines": 0}}, "others.engines is 0: expected int >= 1"),
         ({"client": "a\n"}, 'client is "a\\n": expected str matching regex'),
     ],
     ids=str,
@@ -163,7 +170,7 @@ def test_lending_is_asked_with_what_can_be(app, monkeypatch, body, line):
     from sglang_pat.server import http
 
     async def decide(training, client):
-        assert (training, client) == (Training(**body), "default")
+        assert (training, client) == (convert(body, Training), "default")
         return {"move": "asked"}
 
     monkeypatch.setattr(http, "get_manager", lambda: SimpleNamespace(pat_decide_lending=decide))
