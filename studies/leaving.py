@@ -35,7 +35,7 @@ from studies import modelled
 from studies.gains import MACHINES, MODELS, count_room
 from studies.lending import SETUP, TRAINING
 from studies.modelled import RANKS
-from studies.repack import NODES, SHAPES, SIZES, Engine
+from studies.repack import NODES, SHAPES, SIZES, Engine, Task
 from studies.shapes import NAMED, parse_shape
 from studies.starts import CORRELATION, GROUP, PROMPT
 
@@ -45,16 +45,6 @@ TICKS = 256
 """Looks at the round, at equal shares of its time in ``plain``."""
 EARLIER = 2
 """Rounds whose lengths are known."""
-
-
-@dataclass(frozen=True)
-class Task:
-    machine: str
-    model: str
-    shape: str
-    engines: int
-    size: int
-    seed: int
 
 
 @dataclass(frozen=True)
