@@ -43,7 +43,7 @@ def test_in_any_situation(found, seen, training, room, lent, others):
     said = policy(seen, history, structs.replace(training, others=others))
     if said.move is not Move.LEAVE:
         assert said == policy(seen, history, training)
-        assert len(seen.load) or not training.ready or training.completion < LAST_MILESTONE
+        assert seen.requests or not training.ready or training.completion < LAST_MILESTONE
         return
     assert training.ready and training.completion >= LAST_MILESTONE and np.isfinite(said.gain)
     if len(seen.load):
@@ -58,6 +58,8 @@ def test_an_engine_without_requests_leaves_when_there_is_work():
             for changed in ({"ready": 0}, {"complete": 49}, {"others": None}):
                 said = policy(idle, LengthHistory(), structs.replace(WORK, **changed))
                 assert said.move is not Move.LEAVE, changed
+            on_their_way = replace(idle, requests=1)
+            assert policy(on_their_way, LengthHistory(), WORK).move is not Move.LEAVE
 
 
 @pytest.mark.parametrize(

@@ -344,7 +344,7 @@ def make_lending_policy(
         decision = decide_without_leaving(snapshot, history, training)
         if training.others is None or not training.ready or training.completion < LAST_MILESTONE:
             return decision
-        if not len(snapshot.load):
+        if not snapshot.requests:
             return _say(snapshot, Move.LEAVE, "nothing runs here")
         leaving = planner and _decide_leaving(planner, snapshot, history, training, num_ranks)
         if not leaving or (decision.move is Move.LEND and decision.gain >= leaving.gain):
@@ -603,7 +603,7 @@ def _decide_leaving(
     """
     others, load, tp = training.others, snapshot.load, snapshot.tp
     replicas = snapshot.num_ranks // tp
-    if others is None or not planner.predictor.has_prefill(tp):
+    if others is None or not len(load) or not planner.predictor.has_prefill(tp):
         return None
     prompt, limit = int(load.prompt.mean()), int(load.limit.max())
     there = make_load(others.running, others.waiting, others.tokens, prompt, limit)
