@@ -72,13 +72,17 @@ def test_an_engine_without_requests_leaves_when_there_is_work():
         ({"others": structs.replace(FEW, room=12_000)}, False),
         ({"others": structs.replace(FEW, delay=30.0)}, False),
         ({"others": structs.replace(FEW, engines=8, running=1, tokens=2100)}, False),
+        ({"others": structs.replace(FEW, delay=1.5)}, False),
+        ({"others": structs.replace(FEW, delay=1.5), "elapsed": 1e3}, True),
+        ({"spare": 6}, False),
         ({"setup": 1e4}, False),
         ({"others": structs.replace(FEW, lent=0.5)}, True),
         ({"ready": 15_000}, True),
         ({"others": structs.replace(FEW, lent=0.5), "ready": 15_000}, False),
     ],
     ids=[
-        "it pays", "alone", "early", "little to train", "no room", "takes long", "an eighth of all", "a slow trainer",
+        "it pays", "alone", "early", "little to train", "no room", "takes long", "an eighth of all",
+        "if the round ends now, much is lost", "of a long step it is little", "it is over", "a slow trainer",
         "more to train than the trainer has ranks for", "less to train", "for which those are enough",
     ],
 )  # fmt: skip
@@ -87,6 +91,32 @@ def test_the_last_requests_go_on_elsewhere_where_that_pays(changed, leaves):
     said = make(KNOWN)(SEEN, learn(3000), structs.replace(WORK, **changed))
     assert (said.move is Move.LEAVE) == leaves
     assert not leaves or said.gain > 0
+
+
+def test_requests_that_end_last_in_any_case_cost_the_others_nothing():
+    seen = replace(snapshot([1000] * 2, tp=4, limit=4096), room=PLENTY)
+    ending = structs.replace(FEW, tokens=4 * 3000)
+    assert make(KNOWN)(seen, learn(3000), structs.replace(WORK, others=ending)).move is Move.LEAVE
+
+
+def test_the_others_share_its_requests():
+    seen = replace(snapshot([2000] * 8, tp=4, limit=4096), room=PLENTY)
+    for engines, leaves in ((1, False), (2, True)):
+        told = structs.replace(FEW, engines=engines, room=33_000)
+        said = make(KNOWN)(seen, learn(3000), structs.replace(WORK, others=told, returned=True))
+        assert (said.move is Move.LEAVE) == leaves
+
+
+def test_an_engine_that_has_lent_has_half_as_much_to_give_and_must_take_it_back():
+    """Its steps are twice as long, for it has half of the ranks."""
+    seen, long = lend_half(SEEN), structs.replace(WORK, elapsed=1e4)
+    seen, history = replace(seen, room=PLENTY), learn(3000)
+    lent, slow = (
+        make(crossing(control, prefill=KNOWN.prefill))(seen, history, long).gain for control in (0.0, 1.0)
+    )  # fmt: skip
+    whole = replace(seen, num_ranks=RANKS, tp=2, degrees=(2,))
+    assert 0 < lent < 0.7 * make(KNOWN)(whole, history, long).gain
+    assert slow == pytest.approx(lent - 0.75, abs=0.01), "a second more, in which a quarter of all ranks train more"
 
 
 def test_it_stays_where_what_is_computed_again_is_not_known():
