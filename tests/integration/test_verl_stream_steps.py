@@ -379,7 +379,7 @@ def test_the_engine_with_the_fewest_requests_may_leave(monkeypatch):
 
 
 def test_an_engine_that_left_goes_on_if_all_others_die(monkeypatch):
-    """Once while ranks wait for groups, once while they train."""
+    """Deaths while ranks wait for groups, and while they train."""
     calls: list[Any] = []
     engines = [LendingEngine(calls, [1], {}), LendingEngine(calls, [1], {5: Move.LEAVE, 6: Move.LEAVE})]
     engines[0].running = 5

@@ -343,8 +343,16 @@ def test_what_lend_ranks_always_refuses_is_never_asked_for(options):
     assert (refusal.code, found["move"], found["why"]) == (400, "never", refusal.message)
 
 
+OTHERS = {"engines": 1, "running": 1, "waiting": 0, "tokens": 1000, "room": 10**6, "delay": 0.0, "lent": 0.0}
+SECONDS = ("seconds_per_token", "slowdown", "setup", "elapsed", "lent", "busy", "others.delay")
+MOST = dict.fromkeys(SECONDS, 10**9) | {"others.running": 10**6, "others.waiting": 10**6, "others.lent": 1}
+"""Most that is answered, of what is not a count."""
+
+
 @pytest.mark.parametrize("is_lent", [False, True])
-@pytest.mark.parametrize("field", [field for field in TRAINING.__struct_fields__ if field != "returned"])
+@pytest.mark.parametrize(
+    "field", sorted({*TRAINING.__struct_fields__, *(f"others.{one}" for one in OTHERS)} - {"returned", "others"})
+)
 def test_any_number_is_refused_or_answered(field, is_lent):
     """An exception would end the engine.  Floats hold integers of up to 308 digits."""
     predictor, costs = machine(crossing())
@@ -360,7 +368,11 @@ def test_any_number_is_refused_or_answered(field, is_lent):
         rig.settle()  # whoever leads now has said how much room there is
     bounds = []
     for number in (10**exponent for exponent in (0, 6, 9, 15, 16, 18, 19, 40, 308, 309, 400)):
-        values = structs.asdict(TRAINING) | {"samples": max(8, number) if field == "complete" else 8, field: number}
+        values = structs.asdict(TRAINING) | {"samples": max(8, number) if field == "complete" else 8}
+        if field.startswith("others."):
+            values |= {"complete": 8, "ready": 10**6, "others": OTHERS | {field.removeprefix("others."): number}}
+        else:
+            values[field] = number
         try:
             training = files.convert(values, Training)
         except ValueError as error:
@@ -370,7 +382,7 @@ def test_any_number_is_refused_or_answered(field, is_lent):
         rig.coordinator.decide_lending(m.LendingQuery(query_id=7, training=training), 0.0)
         answer = rig.answers()[-1]
         assert answer.code == 200 and math.isfinite(answer.record["gain"])
-    assert bounds and max(bounds) in (10**9, 10**15)
+    assert max(bounds) == MOST.get(field, 10**15), "and this is the most that is answered"
 
 
 # -- leases --------------------------------------------------------------------------------------------------------

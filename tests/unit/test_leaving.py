@@ -37,7 +37,7 @@ others = st.builds(
 @examples(150)
 @given(profiles(), snapshots(), trainings, rooms, st.booleans(), others)
 def test_in_any_situation(found, seen, training, room, lent, others):
-    """It never leaves without work for the trainer, and is otherwise as if there were no others."""
+    """An engine never leaves without work for the trainer, and otherwise does as if there were no others."""
     seen, history = replace(lend_half(seen) if lent else seen, room=room), LengthHistory()
     policy = make(found)
     said = policy(seen, history, structs.replace(training, others=others))
@@ -108,7 +108,7 @@ def test_the_others_share_its_requests():
 
 
 def test_an_engine_that_has_lent_has_half_as_much_to_give_and_must_take_it_back():
-    """Its steps are twice as long, for it has half of the ranks."""
+    """Steps of an engine that has half of its ranks are twice as long."""
     seen, long = lend_half(SEEN), structs.replace(WORK, elapsed=1e4)
     seen, history = replace(seen, room=PLENTY), learn(3000)
     lent, slow = (

@@ -78,7 +78,11 @@ RISK = 0.0125
 MOST_COUNT, MOST_SECONDS = 2**53, 1e9
 """Most that a client may say of anything: up to there floats are exact, and nothing that is computed overflows."""
 
+MOST_REQUESTS = 2**20
+"""Most requests of an engine: each is looked at."""
+
 Count = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
+Requests = Annotated[int, Meta(ge=0, le=MOST_REQUESTS)]
 Seconds = Annotated[float, Meta(ge=0, le=MOST_SECONDS)]
 
 
@@ -108,8 +112,8 @@ class Others(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     engines: Annotated[int, Meta(ge=1, le=MOST_COUNT)]
-    running: Count
-    waiting: Count
+    running: Requests
+    waiting: Requests
     tokens: Count
     room: Count
     delay: Seconds = 0.0
