@@ -13,38 +13,34 @@ return and what is computed again cost what the profile says.  A group's respons
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from statistics import mean
 
 import numpy as np
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from sglang_pat.policies.lending import STRIDE, Move, Others, Training, make_lending_policy
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.snapshot import Load, Snapshot
 from sglang_pat.predict.cost import build_predictors
-from sglang_pat.tools.commands import Parser, run
+from sglang_pat.tools.commands import run
 from studies import modelled
 from studies.gains import MACHINES, MODELS, count_room
 from studies.lending import SETUP, TRAINING
 from studies.modelled import RANKS
-from studies.repack import NODES, SHAPES, SIZES, Engine, Task
+from studies.repack import ENGINES, Engine, Task, study_all
 from studies.shapes import NAMED, parse_shape
 from studies.starts import CORRELATION, GROUP, PROMPT
 
-ENGINES = (2, 8, 32)
 WAYS = ("plain", "lend", "leave")
 TICKS = 256
 """Looks at the round, at equal shares of its time in ``plain``."""
 EARLIER = 2
 """Rounds whose lengths are known."""
+DELAY = 1.0
+"""Seconds until verl's client sends a request that was aborted elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +51,15 @@ class Result:
     step: float
     left_busy: int = 0
     left_idle: int = 0
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Results of one step, in each of :data:`WAYS`."""
+
+    plain: Result
+    lend: Result
+    leave: Result
 
 
 @dataclass
@@ -73,10 +78,9 @@ class Running:
     def begin(self, node: Node, now: float) -> None:
         """Decode from ``now`` on."""
         ranks = round(RANKS * self.share)
-        degrees = [tp for tp in node.degrees if tp <= ranks]
         order = np.argsort(self.left, kind="stable")
         self.context, self.left, self.family = self.context[order], self.left[order], self.family[order]
-        self.engine, self.since = Engine(node.times, degrees, self.context, self.left, ranks), now
+        self.engine, self.since = Engine(node.times, node.list_degrees(ranks), self.context, self.left, ranks), now
 
     def look(self, now: float) -> None:
         """Leave out what has ended by ``now``; the others have so many tokens more."""
@@ -99,6 +103,10 @@ class Node:
         predictor, self.costs = build_predictors(profile)
         self.decide = make_lending_policy(predictor, self.costs, RANKS, self.degrees)
 
+    def list_degrees(self, ranks: int) -> list[int]:
+        """Degrees of a layout of so many ranks."""
+        return [tp for tp in self.degrees if tp <= ranks]
+
     def choose_tp(self, number: int, context: float, ranks: int) -> int:
         """The degree of the least step time."""
 
@@ -106,7 +114,7 @@ class Node:
             batch = -(-number * tp // ranks)
             return float(self.times.step_seconds(tp, batch, batch * context))
 
-        return min((tp for tp in self.degrees if tp <= ranks), key=estimate)
+        return min(self.list_degrees(ranks), key=estimate)
 
 
 def simulate(node: Node, lengths: np.ndarray, task: Task, limit: int, history: LengthHistory, way: str) -> Result:
@@ -148,10 +156,10 @@ def simulate(node: Node, lengths: np.ndarray, task: Task, limit: int, history: L
             others = None
             if may_leave:
                 fullest = max((engines[one] for one in awake if one != number), key=lambda one: len(one.left))
-                room = min(node.room[tp] * RANKS * fullest.share // tp for tp in node.degrees if tp <= RANKS // 2)
+                room = min(node.room[tp] * RANKS * fullest.share // tp for tp in node.list_degrees(RANKS // STRIDE))
                 others = Others(
                     engines=len(awake) - 1, running=len(fullest.left), waiting=0, tokens=int(fullest.context.sum()),
-                    room=int(room), delay=1.0, lent=sum(1 - one.share for one in engines) / total,
+                    room=int(room), delay=DELAY, lent=sum(1 - one.share for one in engines) / total,
                 )  # fmt: skip
             lent = any(0 < one.share < 1 for one in engines)
             training = Training(
@@ -196,7 +204,7 @@ def make_snapshot(node: Node, engine: Running, limit: int, now: float) -> Snapsh
         family=engine.family, replica=np.arange(number) % (ranks // tp),
     )  # fmt: skip
     return Snapshot(
-        now=now, tp=tp, degrees=tuple(one for one in node.degrees if one <= ranks), num_ranks=ranks, requests=number,
+        now=now, tp=tp, degrees=tuple(node.list_degrees(ranks)), num_ranks=ranks, requests=number,
         peak=number, last_arrival=0.0, complete=True, in_round=True, load=load, room=node.room,
     )  # fmt: skip
 
@@ -218,19 +226,19 @@ def leave(node: Node, engines: list[Running], number: int, stay: list[int], now:
         if not len(context := gone.context[rows]):
             continue
         engine = engines[one]
-        tp = max(tp for tp in node.degrees if tp <= RANKS * engine.share)
-        replicas = min(round(RANKS * engine.share) // tp, len(context))
+        ranks = round(RANKS * engine.share)
+        tp = max(node.list_degrees(ranks))
+        replicas = min(ranks // tp, len(context))
         pause = float(node.times.prefill_seconds(tp, -(-len(context) // replicas), context.mean()))
         for name in ("context", "left", "family"):
             setattr(engine, name, np.append(getattr(engine, name), getattr(gone, name)[rows]))
-        engine.begin(node, max(now, engine.since) + back + 1.0 + pause)
+        engine.begin(node, max(now, engine.since) + back + DELAY + pause)
     gone.context, gone.left, gone.family = gone.context[:0], gone.left[:0], gone.family[:0]
     gone.share, gone.free_at = 0.0, now + back + SETUP
     gone.begin(node, now)
 
 
-def study(task: Task) -> dict[str, Result]:
-    """One step in each way; the same lengths in all."""
+def study(task: Task) -> Steps:
     node, shape = Node(task.machine, task.model), parse_shape(NAMED[task.shape])
     random = np.random.default_rng((task.seed, task.engines, task.size))
     count, history = task.engines * task.size, LengthHistory()
@@ -238,50 +246,25 @@ def study(task: Task) -> dict[str, Result]:
         for number, length in enumerate(shape.draw(count, CORRELATION, GROUP, random)):
             history.observe(int(length), number // GROUP, length < shape.limit)
     lengths = shape.draw(count, CORRELATION, GROUP, random).reshape(task.engines, task.size)
-    return {way: simulate(node, lengths, task, shape.limit, history, way) for way in WAYS}
+    return Steps(*(simulate(node, lengths, task, shape.limit, history, way) for way in WAYS))
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog="python -m studies.leaving", description="What engines that leave a round gain (modelled).")
-    parser.add_argument("--quick", action="store_true", help="two engines, one round")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
-    parser.add_argument("--rounds", type=int, default=3, help="of each setting (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="file for the table")
-    args = parser.parse_args(argv)
-    engines, rounds = (ENGINES[:1], 1) if args.quick else (ENGINES, args.rounds)
-    tasks = [
-        Task(machine, model, shape, number, size, seed)
-        for machine, model in NODES
-        for shape in SHAPES
-        for size in SIZES
-        for number in engines
-        for seed in range(rounds)
-    ]
-    with ProcessPoolExecutor(args.jobs) as pool:
-        results = list(track(pool.map(study, tasks), "steps", len(tasks), console=Console(stderr=True)))
+    found = study_all("leaving", "What engines that leave a round gain (modelled).", ENGINES, study, argv)
     heads = ("node", "model", "lengths", "responses an engine", "engines", "plain, s", "lend", "leave", "left, idle")
     table = Table(*heads, title="Plain over the time of a step: ranks lent, and engines that leave (modelled)")
-    for at in range(0, len(tasks), rounds):
-        task, some = tasks[at], results[at : at + rounds]
+    for task, some in found:
         cells = []
         for way in WAYS[1:]:
-            gains = [one["plain"].step / one[way].step for one in some]
+            gains = [one.plain.step / getattr(one, way).step for one in some]
             cells.append(f"{mean(gains):.3f} ({min(gains):.3f} to {max(gains):.3f})")
-        left = ", ".join(
-            f"{mean(getattr(one['leave'], name) for one in some):.1f}" for name in ("left_busy", "left_idle")
-        )
-        seconds = f"{mean(one['plain'].step for one in some):.0f}"
+        left = ", ".join(f"{mean(getattr(one.leave, name) for one in some):.1f}" for name in ("left_busy", "left_idle"))
+        seconds = f"{mean(one.plain.step for one in some):.0f}"
         table.add_row(task.machine, task.model, task.shape, str(task.size), str(task.engines), seconds, *cells, left)
     console = Console(highlight=False, width=200)
     console.print(table)
-    against = [one["lend"].step / one["leave"].step for one in results]
+    against = [one.lend.step / one.leave.step for _, some in found for one in some]
     console.print(f"leave against lend: {mean(against):.3f} on average, {min(against):.3f} to {max(against):.3f}")
-    if args.json:
-        rows = [
-            asdict(task) | {way: asdict(one) for way, one in result.items()}
-            for task, result in zip(tasks, results, strict=True)
-        ]
-        args.json.write_text(json.dumps(rows, indent=1))
     return 0
 
 

@@ -17,10 +17,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -155,14 +157,21 @@ def study(task: Task) -> Result:
     return Result(seconds, 1 - least / seconds, free, tuple(most))
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog="python -m studies.repack", description="What moving the last responses gains (modelled).")
+def study_all(
+    name: str, description: str, sizes: tuple[int, ...], study: Callable[[Task], Any], argv: list[str] | None
+) -> list[tuple[Task, list[Any]]]:
+    """Results of all settings, with the first task of each: those of its rounds.
+
+    Args:
+        name, description: of the command; ``sizes``: numbers of engines; ``study``: of a task, returns a dataclass.
+    """
+    parser = Parser(prog=f"python -m studies.{name}", description=description)
     parser.add_argument("--quick", action="store_true", help="two engines, one round")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
     parser.add_argument("--rounds", type=int, default=3, help="of each setting (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="file for the table")
     args = parser.parse_args(argv)
-    engines, rounds = (ENGINES[:1], 1) if args.quick else (ENGINES, args.rounds)
+    engines, rounds = (sizes[:1], 1) if args.quick else (sizes, args.rounds)
     tasks = [
         Task(machine, model, shape, number, size, seed)
         for machine, model in NODES
@@ -173,23 +182,25 @@ def main(argv: list[str] | None = None) -> int:
     ]
     with ProcessPoolExecutor(args.jobs) as pool:
         results = list(track(pool.map(study, tasks), "rounds", len(tasks), console=Console(stderr=True)))
+    if args.json:
+        pairs = [asdict(task) | asdict(one) for task, one in zip(tasks, results, strict=True)]
+        args.json.write_text(json.dumps(pairs, indent=1))
+    return [(tasks[at], results[at : at + rounds]) for at in range(0, len(tasks), rounds)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    found = study_all("repack", "What moving the last responses gains (modelled).", ENGINES, study, argv)
     later = [f"free, {share:.0%} later" for share in LATER]
     heads = ("node", "model", "lengths", "responses an engine", "engines", "round, s", "sooner", "free", *later)
     table = Table(*heads, title="Moving the last responses of a round to few engines, at best (modelled)")
-    rows = []
-    for at in range(0, len(tasks), rounds):
-        task, some = tasks[at], results[at : at + rounds]
+    for task, some in found:
         columns = [(one.sooner, one.free, *one.free_moved) for one in some]
         cells = [
             f"{mean(values):.1%} ({min(values):.1%} to {max(values):.1%})" for values in zip(*columns, strict=True)
         ]
         seconds = f"{mean(one.seconds for one in some):.0f}"
-        rows.append((task.machine, task.model, task.shape, str(task.size), str(task.engines), seconds, *cells))
-        table.add_row(*rows[-1])
+        table.add_row(task.machine, task.model, task.shape, str(task.size), str(task.engines), seconds, *cells)
     Console(highlight=False, width=200).print(table)
-    if args.json:
-        pairs = [{**asdict(task), **asdict(one)} for task, one in zip(tasks, results, strict=True)]
-        args.json.write_text(json.dumps(pairs, indent=1))
     return 0
 
 
