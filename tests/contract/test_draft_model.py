@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import pickle
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
-from sglang_pat.host import adapter, features
+from sglang_pat.host import adapter, features, runner
 from sglang_pat.rank.draft_model import KEPT, PLACES, WINDOW, DraftModel, Pairs, read_config
 from sglang_pat.rank.model_drafts import Lines, choose_rows
 from sglang_pat.testing import models
@@ -127,6 +129,36 @@ def test_heads_that_cannot_be_used(head, change, said):
     assert "\n" not in str(error.value)
 
 
+def test_the_gpu_is_free_of_the_head_while_the_engine_sleeps(head, monkeypatch):
+    """It is made in the region of the weights, and keeps its contents, which nobody sends again."""
+    regions, inside = [], []
+
+    @contextmanager
+    def region(tag, enable_cpu_backup=False):
+        regions.append((tag, enable_cpu_backup))
+        yield
+        regions.append("left")
+
+    class Seen(DraftModel):
+        def __init__(self, *args):
+            inside.append(regions[-1])
+            super().__init__(*args)
+
+    monkeypatch.setattr(runner, "DraftModel", Seen)
+    rank = SimpleNamespace(
+        model=make_layers(Layer, 4),
+        model_config=SimpleNamespace(num_hidden_layers=4, hidden_size=64, vocab_size=503),
+        server_args=SimpleNamespace(spec=SimpleNamespace(graph_sizes={})),
+        dtype=torch.float32,
+        device="cpu",
+        memory_saver_adapter=SimpleNamespace(region=region),
+    )
+    runner._load_drafter(rank, head)
+    assert inside == [("weights", True)] and regions[-1] == "left"
+    with TorchMemorySaverAdapter.create(enable=False).region("weights", enable_cpu_backup=True):  # as SGLang takes it
+        pass
+
+
 def test_the_head_of_another_model(head):
     make_model(head).check(128, 64, 503)
     with pytest.raises(ValueError, match="it is the head of another model: of 128 features, .* not 192, 64 and 503"):
@@ -191,14 +223,19 @@ class NewLayer(torch.nn.Module):
         return hidden_states.zero_()
 
 
+def make_layers(kind, count: int) -> torch.nn.Module:
+    model = torch.nn.Module()
+    model.model = torch.nn.Module()
+    model.model.layers = torch.nn.ModuleList([kind() for _ in range(count)])
+    return model
+
+
 @pytest.mark.parametrize("kind", [Layer, NewLayer])
 @pytest.mark.parametrize("total", [3, 6])
 def test_features_are_the_inputs_of_layers(kind, total):
     """A small step goes through the buffer, a large one does not."""
     tap = features.FeatureTap([2, 1], 2, 4, torch.float32, "cpu")
-    model = torch.nn.Module()
-    model.model = torch.nn.Module()
-    model.model.layers = torch.nn.ModuleList([kind() for _ in range(3)])
+    model = make_layers(kind, 3)
     tap.attach(model)
     given = torch.rand(2, 2, total, 2)
     rows = features.Rows([], [], [0, 2], total)

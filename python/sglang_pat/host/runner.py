@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.sampler import create_sampler
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
@@ -80,7 +81,9 @@ def _load_drafter(runner: Any, folder: Path) -> tuple[DraftModel, FeatureTap]:
     sizes = [size for of_layout in args.spec.graph_sizes.values() for size in of_layout]
     try:
         config = read_config(folder)
-        drafter = DraftModel(folder, config, MOST_ROWS, runner.dtype, runner.device)
+        # The GPU is free of it, too, while the engine sleeps.  Nobody sends it again: it waits in host memory.
+        with runner.memory_saver_adapter.region(GPU_MEMORY_TYPE_WEIGHTS, enable_cpu_backup=True):
+            drafter = DraftModel(folder, config, MOST_ROWS, runner.dtype, runner.device)
         layers, rows = config.list_layers(model_config.num_hidden_layers), max([MOST_ROWS, *sizes])
         tap = FeatureTap(layers, model_config.hidden_size, rows, runner.dtype, runner.device)
         tap.attach(runner.model)
