@@ -14,7 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
 from sglang_pat.host import adapter, features, runner
-from sglang_pat.rank.draft_model import KEPT, PLACES, WINDOW, DraftModel, Pairs, read_config
+from sglang_pat.rank.draft_model import KEPT, PLACES, WINDOW, DraftModel, Pairs, count_head_bytes, read_config
 from sglang_pat.rank.model_drafts import Lines, choose_rows
 from sglang_pat.testing import models
 
@@ -111,6 +111,16 @@ def test_another_rank_goes_on_with_what_was_learnt(head, length):
     assert draft(taken, 0) == draft(whole, 3)
     taken.write(torch.tensor([2]), whole.read(torch.tensor([3])))
     assert draft(taken, 2) == draft(whole, 3)
+
+
+def test_its_size_is_known_before_a_rank_starts(head):
+    model = make_model(head)
+    held = sum(value.nbytes for value in vars(model).values() if isinstance(value, torch.Tensor))
+    tables = sum(value.nbytes for value in (model._at, model._last, model._hidden))
+    assert count_head_bytes(head, 4, 4) == pytest.approx(held - tables, rel=0.03)
+    (head / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"^no \*.safetensors and no pytorch_model\*.bin in it$"):
+        count_head_bytes(head, 4, 4)
 
 
 BAD = [

@@ -10,6 +10,8 @@ import pytest
 import sglang.srt.models as sglang_models
 
 from sglang_pat.host import adapter
+from sglang_pat.rank.draft_model import count_head_bytes
+from sglang_pat.speculate.acceptance import MOST_ROWS
 from sglang_pat.testing import models
 from sglang_pat.testing.models import ARCHITECTURES
 
@@ -198,6 +200,22 @@ def test_each_layout_has_its_graphs_and_prefill_has_none(model):
         "prefill runs without CUDA graphs in every layout",
         "ranks 0 to 3 run on GPUs 0 1 2 3 (--pat-gpu-order rank)",
     ]
+
+
+def test_memory_for_a_trained_drafter_is_planned(model, tmp_path):
+    from sglang_pat.host.arguments import prepare_start
+
+    head = models.make_head(tmp_path / "head")
+    given = dict(tp_size=1, dp_size=2, pat_speculate="4")
+    plain, drafted = (
+        prepare_start(arguments(model, **given, **more)).spec.memory.demand
+        for more in ({}, {"pat_draft_model": str(head)})
+    )
+    assert plain.extra_weights == 0
+    assert drafted.extra_weights == count_head_bytes(head, MOST_ROWS, drafted.shape.item)
+    (head / "config.json").unlink()
+    with pytest.raises(ValueError, match=f"^--pat-draft-model {head}: .*config.json.*$"):
+        prepare_start(arguments(model, **given, pat_draft_model=str(head)))
 
 
 def test_views_show_one_engine_outside_and_one_replica_inside(model):

@@ -264,7 +264,7 @@ def situations(draw) -> tuple[Demand, Supply]:
         max_running=draw(st.none() | st.integers(1, 5000)),
         tokens=draw(st.none() | st.integers(1, 2_000_000)),
         fraction=draw(st.none() | st.floats(0.01, 1)),
-        tail_weights=draw(st.sampled_from([0, GIB])),
+        extra_weights=draw(st.sampled_from([0, GIB])),
         gathers=draw(st.booleans()),
     )
     kind = draw(st.sampled_from(["cpu", "cuda"]))
@@ -317,7 +317,7 @@ def test_more_memory_or_a_smaller_model_never_means_fewer_tokens(situation, more
         assert count_tokens(asked, dataclasses.replace(there, free=there.free + more, total=total)) >= tokens
     smaller = dataclasses.replace(asked.shape, layers=max(1, asked.shape.layers // 2))
     assert count_tokens(dataclasses.replace(asked, shape=smaller), there) >= tokens
-    assert count_tokens(dataclasses.replace(asked, tail_weights=asked.tail_weights + more), there) <= tokens
+    assert count_tokens(dataclasses.replace(asked, extra_weights=asked.extra_weights + more), there) <= tokens
     if most := compute_max_tokens(asked, there):
         assert count_needed_bytes(asked, there, most, asked.count_activation_bytes()) <= there.free
         assert count_needed_bytes(asked, there, most + 1, asked.count_activation_bytes()) > there.free

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -48,7 +49,9 @@ from sglang_pat.memory.memory_plan import Demand, MemoryPlan
 from sglang_pat.memory.shapes import ModelShape
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.profile import Fingerprint
+from sglang_pat.rank.draft_model import count_head_bytes
 from sglang_pat.settings import SETTINGS, add_flags, make_configuration
+from sglang_pat.speculate.acceptance import MOST_ROWS
 from sglang_pat.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -274,10 +277,20 @@ def make_demand(args: AdaptiveServerArgs, config: AdaptiveConfig) -> Demand:
         max_running=args.max_running_requests,
         tokens=args.max_total_tokens,
         fraction=args.mem_fraction_static if args.pat_fraction_given else None,
-        # ``reshard`` moves one parameter at a time, the largest of which is then there twice; else all are views.
-        tail_weights=2 * shape.largest_parameter * shape.item if config.weights == "reshard" else 0,
+        extra_weights=_count_extra_weights(config, shape),
         gathers=config.kv_exchange == "allgather",
     )
+
+
+def _count_extra_weights(config: AdaptiveConfig, shape: ModelShape) -> int:
+    # ``reshard`` moves one parameter at a time, the largest of which is then there twice; else all are views.
+    moved = 2 * shape.largest_parameter * shape.item if config.weights == "reshard" else 0
+    if config.draft_model is None:
+        return moved
+    try:
+        return moved + count_head_bytes(Path(config.draft_model), MOST_ROWS, shape.item)
+    except ValueError as error:
+        raise ValueError(f"--pat-draft-model {config.draft_model}: {error}") from None
 
 
 def _has_graphs(args: AdaptiveServerArgs) -> bool:

@@ -182,8 +182,8 @@ class Demand:
     """``--max-total-tokens``, if given: KV tokens of a replica of the base layout."""
     fraction: float | None = None
     """``--mem-fraction-static``, if given: weights and KV of all ranks as a share of what is free."""
-    tail_weights: int = 0
-    """Bytes of a rank for weights of layouts above the base that are not views of its base shard."""
+    extra_weights: int = 0
+    """Bytes of a rank beside its base shard: what no view of that is in the layouts above, and a trained drafter."""
     gathers: bool = False
     """Whether a switch brings all KV of a group to each of its ranks (``--pat-kv-exchange allgather``)."""
 
@@ -244,7 +244,7 @@ class MemoryPlan:
         """Weights and KV as a share of what a rank on a GPU finds free once its groups stand (SGLang's measure)."""
         parts = self.parts
         found = self.supply.free - count_process_bytes(self.demand, self.supply)
-        return (parts["weights"] + parts["other layouts"] + parts["KV"]) / found
+        return (parts["weights"] + parts["other weights"] + parts["KV"]) / found
 
     @property
     def kept(self) -> int:
@@ -298,7 +298,7 @@ def compute_rank_parts(demand: Demand, supply: Supply, tokens: int, reserve: int
     pool = tokens * shape.kv_bytes(tp)
     return {
         "weights": shape.weight_bytes(tp),
-        "other layouts": demand.tail_weights,
+        "other weights": demand.extra_weights,
         "KV": pool,
         "switch buffers": int(pool * demand.count_buffer_bytes(supply.kind)),
         "request table": demand.count_request_table_bytes(tokens),
@@ -349,7 +349,8 @@ def compute_tokens_by_fraction(demand: Demand, supply: Supply) -> int:
     """Tokens that ``--mem-fraction-static`` asks for."""
     assert demand.fraction is not None
     ranks = demand.base.num_ranks if supply.kind == "cpu" else 1
-    static = int(demand.fraction * supply.free) // ranks - demand.shape.weight_bytes(demand.base.tp)
+    weights = demand.shape.weight_bytes(demand.base.tp) + demand.extra_weights
+    static = int(demand.fraction * supply.free) // ranks - weights
     return max(0, static) // demand.shape.kv_bytes(demand.base.tp) // TOKEN_STEP * TOKEN_STEP
 
 

@@ -79,6 +79,27 @@ def read_config(folder: Path) -> HeadConfig:
         raise ValueError(f"config.json: {error}; {advice}") from None
 
 
+def _list_files(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    if not found:
+        raise ValueError("no *.safetensors and no pytorch_model*.bin in it")
+    return found
+
+
+def count_head_bytes(folder: Path, lines: int, item: int) -> int:
+    """Bytes of a rank for the head in ``folder``, with keys and values of ``lines`` requests.
+
+    Args:
+        item: bytes of a number of the model; the weights count as they are stored.
+
+    Raises:
+        ValueError: there is no head that is supported; one line.
+    """
+    config = read_config(folder)
+    key_values = lines * PLACES * 2 * config.num_key_value_heads * config.width * item
+    return key_values + sum(path.stat().st_size for path in _list_files(folder))
+
+
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Read the weights of a head, by the names of this module: without ``midlayer.`` or ``layers.0.``.
 
@@ -86,12 +107,9 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
         ValueError: there are none.
     """
     weights: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        weights |= load_file(path)
-    for path in sorted(folder.glob("pytorch_model*.bin")) if not weights else ():
-        weights |= torch.load(path, map_location="cpu", weights_only=True)
-    if not weights:
-        raise ValueError("no *.safetensors and no pytorch_model*.bin in it")
+    for path in _list_files(folder):
+        stored = path.suffix == ".safetensors"
+        weights |= load_file(path) if stored else torch.load(path, map_location="cpu", weights_only=True)
     return {name.removeprefix("midlayer.").removeprefix("layers.0."): value for name, value in weights.items()}
 
 
