@@ -15,7 +15,8 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,18 +45,33 @@ def make_round(rng: random.Random, lengths: list[int], tokens: range) -> list[di
     ]
 
 
-def run(model: Path, flags: Sequence[str], dtype: str, lengths: list[int], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each kind of round; the first rounds of an engine are not counted."""
-    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+def run(
+    model: Path, flags: Mapping[str, Sequence[str]], dtype: str, lengths: list[int], rounds: int
+) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each way and kind of round; the first rounds of an engine are not counted.
+
+    The engines of all ways wait side by side, without taking a core, and each round goes to one after the other: what
+    else the machine does changes more from minute to minute than drafts cost.
+
+    Args:
+        flags: of each way.
+    """
+    seconds: dict[str, dict[str, list[float]]] = {way: {kind: [] for kind in KINDS} for way in flags}
     rng = random.Random(46)
-    with Server(model, *BASE, *flags, max_total_tokens=32768, dtype=dtype) as server:
+    with ExitStack() as stack:
+        servers = [
+            (way, stack.enter_context(Server(model, *BASE, *given, max_total_tokens=32768, dtype=dtype)))
+            for way, given in flags.items()
+        ]
         for number in range(rounds + 1):
             requests = make_round(rng, lengths, range(5, 500))
             for kind in KINDS:
-                begun = time.perf_counter()
-                server.generate(requests)
-                if number:
-                    seconds[kind].append(time.perf_counter() - begun)
+                for way, server in servers:
+                    begun = time.perf_counter()
+                    server.generate(requests)
+                    if number:
+                        seconds[way][kind].append(time.perf_counter() - begun)
+            servers.reverse()
     return seconds
 
 
@@ -72,7 +88,9 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16", help="of the model, as in the profile (default: %(default)s)")
     parser.add_argument("--switches", action="store_true", help="survival decides on the layout; needs --profile")
     parser.add_argument("--rounds", type=int, default=2, help="of each turn (default: %(default)s)")
-    parser.add_argument("--turns", type=int, default=2, help="of each way (default: %(default)s)")
+    parser.add_argument(
+        "--turns", type=int, default=2, help="in each of which the engines start anew (default: %(default)s)"
+    )
     parser.add_argument("--responses", type=int, default=16, help="of a round (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=300, help="of a response at most (default: %(default)s)")
     args = parser.parse_args()
@@ -83,11 +101,12 @@ def main() -> int:
     machine, model = _bench.about(), MAKERS[WIDE]()
     rng = random.Random(46)
     lengths = [min(args.tokens, max(4, round(rng.lognormvariate(4.0, 0.9)))) for _ in range(args.responses)]
-    found: dict[str, list[dict[str, list[float]]]] = {way: [] for way in [*args.ways, *(["auto"] * bool(args.profile))]}
+    flags = {way: list_flags(way, args) for way in dict.fromkeys([*args.ways, *(["auto"] * bool(args.profile))])}
+    found: dict[str, list[dict[str, list[float]]]] = {way: [] for way in flags}
     for _ in range(args.turns):
-        for way, turns in found.items():
-            turns.append(run(model, list_flags(way, args), args.dtype, lengths, args.rounds))
-            _bench.write(args.json, machine=machine, lengths=lengths, found=found)
+        for way, seconds in run(model, flags, args.dtype, lengths, args.rounds).items():
+            found[way].append(seconds)
+        _bench.write(args.json, machine=machine, lengths=lengths, found=found)
     table = Table("--pat-speculate", *(f"{kind}: seconds, times as fast" for kind in KINDS))
     for way, turns in found.items():
         cells = []
