@@ -140,7 +140,7 @@ def test_heads_that_cannot_be_used(head, change, said):
 
 
 def test_the_gpu_is_free_of_the_head_while_the_engine_sleeps(head, monkeypatch):
-    """It is made in the region of the weights, and keeps its contents, which nobody sends again."""
+    """A head is made in the region of the weights, and keeps its contents, which nobody sends again."""
     regions, inside = [], []
 
     @contextmanager

@@ -184,9 +184,9 @@ class World:
 
     def log_decision(self, snapshot, decision) -> None:
         assert snapshot.tp == self.known.tp and decision.tp in snapshot.degrees
-        held = snapshot.requests - len(snapshot.load)  # before a round its first requests wait for the decision
+        held = snapshot.requests - len(snapshot.load)
         known = len(snapshot.coming) or snapshot.start > snapshot.tp or not self.config.predicts
-        assert held == 0 or len(snapshot.load) == 0 and known
+        assert held == 0 or known, "only the first requests of a round wait for a decision"
         self.decisions.append((snapshot, decision))
 
     def record_steps(self, counts: m.StepCounts) -> None: ...
