@@ -68,7 +68,7 @@ class World:
         self.config = AdaptiveConfig(base=base, policy=policy, **options)
         self.layout = base
         self.ranks = [Rank() for _ in range(base.num_ranks)]
-        self.answers: dict[int, m.ScheduleReply] = {}
+        self.answers: dict[int, m.Reply] = {}
         self.fired: list[Fired] = []
         self.commands: dict[int, Any] = {}
         self.rng = random.Random(seed)

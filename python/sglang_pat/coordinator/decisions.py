@@ -133,11 +133,13 @@ class Decisions:
             self.factors.calibrate(self._turns, now)
         self._turns = []
 
-    def record_switch(self, now: float) -> None:
-        if self.calibrating:
-            return
-        self._last_switch = now
-        self.round.switches += 1
+    def record_switch(self, now: float, aborted: bool) -> None:
+        """Note that a switch has ended."""
+        if aborted:
+            self._last_abort = now
+        elif not self.calibrating:
+            self._last_switch = now
+            self.round.switches += 1
 
     def record_drafts(self, report: m.LoadReport) -> None:
         """Learn how likely drafts are right; replicas report some tens of times in a second."""
@@ -161,10 +163,6 @@ class Decisions:
             self._turns[-1][report.tp] = Steps(*map(sum, zip(before, steps, strict=True)))
         else:
             self.factors.observe(report.tp, steps, now)
-
-    def record_aborted_switch(self, now: float) -> None:
-        """Note that a switch was aborted."""
-        self._last_abort = now
 
     # -- when to ask ------------------------------------------------------------------------------
 

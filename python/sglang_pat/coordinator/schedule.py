@@ -120,7 +120,7 @@ class Schedule:
         state = m.ScheduleState(
             entries=len(self._entries), done=self._next, holding=self._holding, switches=list(self._records)
         )
-        self._outbox.send_to_server(m.ScheduleReply(query_id=query_id, state=state))
+        self._outbox.send_to_server(m.Reply(query_id=query_id, answer=state))
 
     # -- events ---------------------------------------------------------------------------------------
 
