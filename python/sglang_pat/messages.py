@@ -101,7 +101,6 @@ class RankSwitched(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     rank: int
     epoch: int
-    tp: int
     phases: dict[str, float]
     moved_bytes: int = 0
     requests_in: int = 0

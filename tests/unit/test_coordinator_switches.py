@@ -121,7 +121,7 @@ def test_lost_requests_end_the_engine():
     switched = rig.world.ranks[0].outbox[0]
     assert isinstance(switched, m.RankSwitched) and switched.requests_out == 2
     rig.world.ranks[0].outbox[0] = m.RankSwitched(
-        rank=0, epoch=switched.epoch, tp=2, phases={}, requests_in=1, requests_out=1
+        rank=0, epoch=switched.epoch, phases={}, requests_in=1, requests_out=1
     )
     with pytest.raises(RuntimeError, match="requests were lost in switch 1: 2 in, 1 out"):
         rig.deliver()
@@ -138,7 +138,7 @@ def test_the_first_report_of_a_fast_leader_is_not_lost():
 def test_messages_of_another_switch_are_ignored():
     rig = Rig(1, 2)
     late = [m.Prepared(rank=rank, epoch=9, seconds=0.0, error="late") for rank in (0, 1)]
-    late += [m.RankSwitched(rank=rank, epoch=9, tp=2, phases={}) for rank in (0, 1)]
+    late += [m.RankSwitched(rank=rank, epoch=9, phases={}) for rank in (0, 1)]
     for message in late:
         rig.coordinator.handle_rank_message(message, 0.0)
     rig.reconfigure(2)

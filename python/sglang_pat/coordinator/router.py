@@ -319,7 +319,7 @@ class Coordinator:
         if isinstance(event, Generation):
             self._schedule.record_arrival(event)
             if name := self._decisions.record_arrival(event, now):
-                event.mark(name)
+                setattr(event.obj, m.ROUND_MARK, name)
             self.account.requests += event.counts and not self._decisions.calibrating
             rank = self._places.choose(event, self.layout, self._leaders, self.history.estimate_mean(event.limit))
             self._leaders[rank].send(event)

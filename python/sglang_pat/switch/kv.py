@@ -345,10 +345,10 @@ def prepare(
         requests=requests,
     )
     exchange, source = plan.plan_exchange(move, gather), layouts.current.kv
-    sample, dim = source.k[0], sum(source.dims)
-    elements, staying = exchange.count_elements(dim), exchange.moving * exchange.heads * dim
+    sample, size = source.k[0], exchange.heads * sum(source.dims)  # elements of a slot, K and V together
+    elements, staying = exchange.slots * size, exchange.moving * size
     if gather:
-        carrier = AllGather(group, elements, staying, exchange.most * exchange.heads * dim, sample)
+        carrier = AllGather(group, elements, staying, exchange.most * size, sample)
     elif layouts.windows is not None:
         carrier = DirectTransfer(group, layouts.windows, members, elements, staying, sample.dtype)
     else:
