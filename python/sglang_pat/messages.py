@@ -1,9 +1,7 @@
 """Messages between coordinator, ranks and server.
 
-Plain msgspec structs with an explicit encoding.  What goes to the ranks (``Prepare``, ``Compile``, ``Switch``,
-``Cancel``, ``StepPermit``, ``InjectPrefixes``, ``TraceQuery``, ``SiblingTexts``) travels through SGLang's own input
-sockets, whose transport broadcasts it inside each TP group.  What a rank sends to the coordinator (:data:`FromRank`) is
-encoded here.
+What goes to the ranks travels through SGLang's own input sockets, whose transport broadcasts it inside each TP group.
+What a rank sends to the coordinator (:data:`FromRank`) is encoded here.
 """
 
 from __future__ import annotations

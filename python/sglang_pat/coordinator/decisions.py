@@ -87,7 +87,12 @@ class Decisions:
         self.history = LengthHistory()
         self.expected_seconds: float | None = None
         self._lending = lending or make_lending_policy(None, None, config.num_ranks, config.list_degrees())
-        self._why_never = _explain_why_never(config)
+        self._why_never = ""
+        """Why the engine would refuse to lend ranks as the policy means it; empty if it would not."""
+        try:
+            config.check_stride(STRIDE)
+        except ValueError as error:
+            self._why_never = str(error)
         self.policy = policy or make_policy(config.policy, switch_at=config.switch_at, max_running=config.max_running)
         self._config, self._leaders, self._outbox = config, leaders, outbox
         self._degrees = tuple(layout.tp for layout in config.layouts)
@@ -267,12 +272,3 @@ class Decisions:
         much."""
         report = self._leaders[layout.leaders[0]].report
         return dict(report.kv_totals) if report is not None else {}
-
-
-def _explain_why_never(config: AdaptiveConfig) -> str:
-    """Why the engine would refuse to lend ranks as the policy means it; "" if it would not."""
-    try:
-        config.check_stride(STRIDE)
-    except ValueError as error:
-        return str(error)
-    return ""

@@ -1,5 +1,4 @@
-"""Switches as the coordinator sees them (:class:`Switching`): who wants one (``wanted``), when it begins and its
-commands (``advance``), and how it ended (``handle_answer``).
+"""Switches as the coordinator sees them (:class:`Switching`): who wants one, its commands, and how it ended.
 
 A switch is prepared while decoding goes on; then grammars are compiled, if need be; then it is commanded, or cancelled.
 What the ranks do meanwhile is in ``switch/executor.py``.  There is at most one at a time, and a switch and a control

@@ -65,6 +65,12 @@ class Curve:
         exp(hazard(b) - hazard(a))."""
         return np.interp(tokens, _KNOTS, self.hazards)
 
+    def compute_alive(self, output: np.ndarray, left: np.ndarray, ahead: np.ndarray) -> np.ndarray:
+        """Probability that a request of ``output`` tokens, which may have ``left`` more, still runs after ``ahead``
+        more, ``[requests, ahead]``."""
+        alive = np.exp(self.hazard(output)[:, None] - self.hazard(output[:, None] + ahead))
+        return np.where(ahead < left[:, None], alive, 0.0)
+
     def survival(self, tokens: np.ndarray) -> np.ndarray:
         """P(length > tokens), the shape of ``tokens``."""
         return np.exp(-self.hazard(tokens))

@@ -1,10 +1,8 @@
 """A round from :func:`open_round` to :func:`end_round`: :class:`ActiveRound` is told of each event and returns
 actions.
 
-``record_finished`` and ``record_stopped`` note what left the engine, ``record_verdicts`` and ``record_reward`` what the
-job says of it.  ``get_more_actions`` then returns complete groups, starts samples or stops them.  Beside the round's
-record (:class:`~.state.Round`) the round keeps what follows from it (:class:`CompletedGroups`, ``LaunchOrder``), so
-that no event has to go through all groups.
+Beside the round's record (:class:`~.state.Round`) it keeps what follows from that (:class:`CompletedGroups`,
+``LaunchOrder``), so that no event has to go through all groups.
 """
 
 from __future__ import annotations

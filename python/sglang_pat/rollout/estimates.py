@@ -154,11 +154,9 @@ class Bias(msgspec.Struct, kw_only=True, omit_defaults=True):
         mean = variance = unseen = 0.0
         for weight, drawn in self.compute_level_weights():
             level = drawn.estimate_mean()
-            mean, variance, unseen = (
-                mean + weight * level[0],
-                variance + weight**2 * level[1],
-                unseen + weight * level[2],
-            )
+            mean += weight * level[0]
+            variance += weight**2 * level[1]
+            unseen += weight * level[2]
         return mean, variance**0.5 + unseen
 
     def compute_level_weights(self) -> list[tuple[float, DrawnLengths]]:

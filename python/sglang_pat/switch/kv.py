@@ -1,7 +1,6 @@
 """The KV of live requests from the old pool view to the new one, layer by layer.
 
-:func:`prepare` makes a rank's part of it before anything is moved; its ``run`` moves all layers.  A layer is packed
-(:class:`Parts`), carried to the other ranks (:class:`DirectTransfer`, :class:`AllToAll`, or PAT's way
+A layer is packed (:class:`Parts`), carried to the other ranks (:class:`DirectTransfer`, :class:`AllToAll`, or PAT's way
 :class:`AllGather`) and unpacked there, while the next one is packed.  Which slots and heads go where is in
 ``switch/plan.py``.
 """
@@ -127,17 +126,14 @@ class Staging:
         """
         if max(out, into) > self._largest:
             self._largest = max(out, into)
-            self._empty_cache()
+            self.release()
+            if torch.device(self._device).type == "cuda":
+                # PyTorch's cache of this stream has the buffers of smaller switches, and nobody else's can.
+                torch.cuda.empty_cache()
         for index, size in enumerate([out] * COUNT + [into]):
             if self._buffers[index].numel() < size:
                 self._buffers[index] = torch.empty(0, dtype=torch.uint8, device=self._device)  # first give back
                 self._buffers[index] = torch.empty(size, dtype=torch.uint8, device=self._device)
-
-    def _empty_cache(self) -> None:
-        """Give back the buffers of smaller switches: PyTorch's cache of this stream has them, and nobody else's can."""
-        self.release()
-        if torch.device(self._device).type == "cuda":
-            torch.cuda.empty_cache()
 
     def release(self) -> None:
         self._buffers = [buffer.new_empty(0) for buffer in self._buffers]

@@ -222,22 +222,17 @@ def list_head_slices(
     first, count = compute_kv_head_range(kv_heads, new, dst)
     result: list[HeadSlice] = []
     for group in sorted({old.group_of(m) for m in members}):
-        holders = [m for m in members if old.group_of(m) == group]
+        held = {m: compute_kv_head_range(kv_heads, old, m) for m in members if old.group_of(m) == group}
         chosen: dict[int, list[int]] = {}
         for head in range(first, first + count):
-            having = [m for m in holders if _has_head(kv_heads, old, m, head)]
+            having = [m for m, (begin, size) in held.items() if begin <= head < begin + size]
             source = dst if dst in having else having[members.index(dst) % len(having)]
             chosen.setdefault(source, []).append(head)
         for src, heads in sorted(chosen.items()):
             assert heads == list(range(heads[0], heads[0] + len(heads))), "heads of a source are contiguous"
-            src_first, _ = compute_kv_head_range(kv_heads, old, src)
+            src_first, _ = held[src]
             result.append(HeadSlice(src, dst, heads[0] - src_first, heads[0] - first, len(heads)))
     return result
-
-
-def _has_head(kv_heads: int, layout: ParallelLayout, rank: int, head: int) -> bool:
-    first, count = compute_kv_head_range(kv_heads, layout, rank)
-    return first <= head < first + count
 
 
 # -- which KV slots go where ---------------------------------------------------------------------------
