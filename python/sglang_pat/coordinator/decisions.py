@@ -122,7 +122,6 @@ class Decisions:
         return self.round.record_arrival(now, sample=request.limit > 0 and not request.generated, name=request.round)
 
     def record_response_end(self, response: m.Finished, now: float) -> None:
-        """Learn from a response that has ended."""
         sample = response.length > response.since
         self.round.record_response_end(now, sample=sample)
         self.round.tokens += response.length - response.since
@@ -139,7 +138,6 @@ class Decisions:
         self._turns = []
 
     def record_switch(self, now: float, aborted: bool) -> None:
-        """Note that a switch has ended."""
         if aborted:
             self._last_abort = now
         elif not self.calibrating:

@@ -235,7 +235,6 @@ def check_fits(profile: Profile, deployment: Fingerprint, path: str | os.PathLik
 
 
 def check(profile: Profile) -> None:
-    """Check the whole profile."""
     mark = profile.fingerprint
     _check_layouts(mark)
     for name in COUNTED:
