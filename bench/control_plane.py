@@ -86,7 +86,7 @@ def held_back(requests: int) -> float:
     for rank in range(LEADERS):
         phases = {"drain": 0.0}
         done = dict(requests_in=int(rank == 0), requests_out=int(rank == 0), migrated=int(rank == 0))
-        core.handle_rank_message(m.RankSwitched(rank=rank, epoch=1, tp=8, phases=phases, **done), 0.0)
+        core.handle_rank_message(m.RankSwitched(rank=rank, epoch=1, phases=phases, **done), 0.0)
     assert core.layout.tp == 8
     return 1e6 * (thread_time() - begun) / requests
 

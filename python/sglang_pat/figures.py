@@ -79,7 +79,6 @@ class Figures:
         return Figures(seconds=seconds, **{n: getattr(self, n) + sign * getattr(other, n) for n in counts})
 
     def format_line(self) -> str:
-        """Line of a log."""
         whole = sum(self.seconds.values())
         shares = [f"{seconds / whole:.0%} in tp{tp}" for tp, seconds in sorted(self.seconds.items()) if seconds > 0]
         aborted = f", {self.aborted_switches} aborted" if self.aborted_switches else ""

@@ -144,8 +144,8 @@ def list_strides(layouts: Sequence[ParallelLayout]) -> list[int]:
 def list_destinations(old: ParallelLayout, new: ParallelLayout, group: int) -> range:
     """Groups of layout ``new`` that requests of group ``group`` of ``old`` may go to.
 
-    A switch changes the degree or the stride, not both.  When ranks are lent, their requests go to the working rank
-    before them, and when they are taken back, they get some of that one's.
+    When ranks are lent, their requests go to the working rank before them, and when they are taken back, they get some
+    of that one's.
     """
     assert old.tp == new.tp or old.stride == new.stride, f"from {old} to {new} in one switch"
     if new.stride < old.stride:

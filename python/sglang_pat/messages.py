@@ -1,9 +1,7 @@
 """Messages between coordinator, ranks and server.
 
-Plain msgspec structs with an explicit encoding.  What goes to the ranks (``Prepare``, ``Compile``, ``Switch``,
-``Cancel``, ``StepPermit``, ``InjectPrefixes``, ``TraceQuery``, ``SiblingTexts``) travels through SGLang's own input
-sockets, whose transport broadcasts it inside each TP group.  What a rank sends to the coordinator (:data:`FromRank`) is
-encoded here.
+What goes to the ranks travels through SGLang's own input sockets, whose transport broadcasts it inside each TP group.
+What a rank sends to the coordinator (:data:`FromRank`) is encoded here.
 """
 
 from __future__ import annotations
@@ -35,29 +33,27 @@ NO_KV = sys.maxsize
 """Value of ``recompute_below`` with which no KV moves, and no memory is needed to move it through."""
 
 
-class Prepare(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The command to get ready for degree ``tp`` and ``stride`` while decoding goes on; ``recompute_below``: see
-    :class:`Switch`."""
+class SwitchCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """What a switch leads to.
 
-    epoch: int
-    tp: int
-    stride: int = 1
-    recompute_below: int = 0
-
-
-class Switch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The command to enter the switch to degree ``tp`` at the next iteration boundary.
-
-    ``stride``: so many ranks of which the first works, and the others are lent.
-
-    ``recompute_below``: requests with fewer KV tokens go over as tokens (``--pat-kv auto``); :data:`NO_KV`: all do,
-    whatever ``--pat-kv`` says.
+    Attributes:
+        stride: so many ranks of which the first works, and the others are lent.
+        recompute_below: requests with fewer KV tokens go over as tokens (``--pat-kv auto``); :data:`NO_KV`: all do,
+            whatever ``--pat-kv`` says.
     """
 
     epoch: int
     tp: int
     stride: int = 1
     recompute_below: int = 0
+
+
+class Prepare(SwitchCommand, frozen=True, tag=True):
+    """The command to get ready for a switch while decoding goes on."""
+
+
+class Switch(SwitchCommand, frozen=True, tag=True):
+    """The command to enter the switch at the next iteration boundary."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -103,7 +99,6 @@ class RankSwitched(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     rank: int
     epoch: int
-    tp: int
     phases: dict[str, float]
     moved_bytes: int = 0
     requests_in: int = 0
@@ -440,13 +435,6 @@ class RankTrace(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     steps: list[Step]
 
 
-class TraceReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Steps of all ranks in the order of their ends; each a dict of :class:`Step`'s fields and ``rank``."""
-
-    query_id: int
-    steps: list[dict[str, Any]]
-
-
 class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """State of one replica, from its leader.
 
@@ -493,11 +481,6 @@ class StatusQuery(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     query_id: int
 
 
-class StatusReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    query_id: int
-    status: dict[str, Any]
-
-
 class Reconfigure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Switch now; ``dry_run``: only say what that would do."""
 
@@ -507,8 +490,7 @@ class Reconfigure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class LendRanks(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Let the first of every ``stride`` ranks work, and lend the others; 1: take all back.  Answered with
-    :class:`ReconfigureReply`.
+    """Let the first of every ``stride`` ranks work, and lend the others; 1: take all back.
 
     ``client``: who asks; ``lease_seconds``: for so long the ranks are its without a word; None: as long as the engine
     lives.
@@ -521,21 +503,27 @@ class LendRanks(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class LendingQuery(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Whether ranks should be lent now, or taken back.  Answered with :class:`ReconfigureReply`, whose record has the
-    fields of a :class:`~sglang_pat.policies.lending.LendingDecision`.  ``client``: who asks."""
+    """Whether ranks should be lent now, or taken back.  ``client``: who asks."""
 
     query_id: int
     training: Training
     client: ClientName = CLIENT
 
 
-class ReconfigureReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """``code``: 200 done, 400 impossible layout, 409 not now, 500 aborted."""
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """The coordinator's answer to what the server asked with this number.
+
+    Attributes:
+        code: 200 done, 400 impossible layout, 409 not now, 500 aborted.
+        answer: the status; the :class:`ScheduleState`; the steps of all ranks in the order of their ends, each a dict
+            of :class:`Step`'s fields and ``rank``; fields of a :class:`~sglang_pat.policies.lending.LendingDecision`;
+            those of a :class:`SwitchRecord`, None if there was nothing to do.
+    """
 
     query_id: int
-    code: int
+    code: int = 200
     message: str = ""
-    record: dict[str, Any] | None = None
+    answer: Any = None
 
 
 class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -552,8 +540,8 @@ class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
     to_tp: int
     reason: str
     started: float
-    pause_seconds: float
-    phases: dict[str, float]
+    pause_seconds: float = 0.0
+    phases: dict[str, float] = {}
     requests: int = 0
     migrated: int = 0
     parked: int = 0
@@ -580,28 +568,15 @@ class ScheduleState(msgspec.Struct, frozen=True, kw_only=True):
     switches: list[SwitchRecord] = []
 
 
-class ScheduleReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    query_id: int
-    state: ScheduleState
-
-
 SGLANG, PAT = b"h", b"p"
 """First frame of what a rank sends to the coordinator: an object of SGLang's (pickled, as SGLang does) or ours."""
 
 FromRank = Prepared | RankSwitched | MemoryReleased | LoadReport | EndedText | RankTrace | HoldReport
 """Messages that a rank sends on its channel to the coordinator."""
 
-_encoder = msgspec.msgpack.Encoder()
-_from_rank = msgspec.msgpack.Decoder(FromRank)
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_from_rank(data: bytes) -> FromRank:
-    """Raises ``msgspec.DecodeError`` on anything but a :data:`FromRank` message."""
-    return _from_rank.decode(data)
+encode = msgspec.msgpack.Encoder().encode
+decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
+"""The message of a rank; raises ``msgspec.DecodeError`` on anything but a :data:`FromRank`."""
 
 
 def guess_kind(data: bytes) -> str:

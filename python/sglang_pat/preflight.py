@@ -58,20 +58,18 @@ def run_checks() -> Iterator[Line]:
 
 def _check_packages() -> Iterator[Line]:
     """What this project needs and SGLang does not bring: ``pip install --no-deps`` leaves it out."""
-    for line in _read_requirements():
+    try:
+        lines = metadata.requires("sglang_pat") or []
+    except metadata.PackageNotFoundError:  # used from its folder
+        return
+    for line in lines:
+        if line.startswith("sglang") or "extra ==" in line:
+            continue
         name = re.split(r"[^\w.-]", line, maxsplit=1)[0]
         try:
             yield True, name, metadata.version(name)
         except metadata.PackageNotFoundError:
             yield False, name, f"not installed: pip install {name}"
-
-
-def _read_requirements() -> list[str]:
-    try:
-        lines = metadata.requires("sglang_pat") or []
-        return [line for line in lines if not line.startswith("sglang") and "extra ==" not in line]
-    except metadata.PackageNotFoundError:
-        return []  # used from its folder
 
 
 def _check_web() -> Line:

@@ -2,7 +2,7 @@
 
     python -m sglang_pat.replay --log FILE [--profile FILE] [--schedule | --picture FILE]
 
-The same inputs must give the same decisions.  ``python -m studies.compare`` simulates rounds.
+The same inputs must give the same decisions.
 """
 
 from __future__ import annotations

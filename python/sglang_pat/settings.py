@@ -156,8 +156,6 @@ BASE_TP = Setting("base_tp", 1, "TP degree of the base layout")
 """The degree of the base layout, where somebody else says how many GPUs the engine has, and calls that number its TP
 degree."""
 
-_NOT_OF_THE_CONFIGURATION = ("cpu_overlap",)
-
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add ``--adaptive-tp`` and the flag of each setting to ``parser``, as a group of their own."""
@@ -254,8 +252,7 @@ def make_configuration(
     """
     values = {setting.name: found.get(setting.field, setting.default) for setting in SETTINGS}
     degrees, policy = values.pop("candidates"), values.pop("policy")
-    for name in _NOT_OF_THE_CONFIGURATION:
-        del values[name]
+    del values["cpu_overlap"]  # it becomes an argument of SGLang's
     policy = policy or ("survival" if values["profile"] else "threshold")
     return AdaptiveConfig(base=base, degrees=parse_degrees(degrees), policy=policy, max_running=max_running, **values)
 

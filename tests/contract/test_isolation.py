@@ -175,9 +175,9 @@ def test_the_server_drops_what_it_cannot_handle(monkeypatch):
     manager._result_dispatcher(("what", "is this"))
     answers: list = []
     manager._pat_waiting[3] = SimpleNamespace(done=lambda: False, set_result=answers.append)
-    manager._result_dispatcher(messages.StatusReply(query_id=[], status={}))
+    manager._result_dispatcher(messages.Reply(query_id=[]))
     assert manager.pat_dropped.total == 2
-    manager._result_dispatcher(messages.StatusReply(query_id=3, status={}))
+    manager._result_dispatcher(messages.Reply(query_id=3))
     assert len(answers) == 1
 
 

@@ -80,8 +80,8 @@ class Rig:
     def reconfigure(self, tp: int, query_id: int = 0) -> None:
         self.coordinator.reconfigure(m.Reconfigure(query_id=query_id, tp=tp), 0.0)
 
-    def answers(self) -> list[m.ReconfigureReply]:
-        return [obj for obj in self.world.server if isinstance(obj, m.ReconfigureReply)]
+    def answers(self) -> list[m.Reply]:
+        return [obj for obj in self.world.server if isinstance(obj, m.Reply)]
 
 
 def make_rig_with_a_fast_leader():

@@ -319,7 +319,6 @@ class World:
                 m.RankSwitched(
                     rank=rank.rank,
                     epoch=command.epoch,
-                    tp=command.tp,
                     phases={"kv": 0.1 * (rank.rank + 1), "check": 0.01},
                     requests_in=0 if error else came[rank.rank],
                     requests_out=0 if error else went,

@@ -43,7 +43,11 @@ class Played:
     def get_token_limit(self) -> int:
         return self._room
 
-    def decode_tokens(self, token_ids) -> str:
+    @property
+    def tokenizer(self) -> Any:
+        return self
+
+    def decode(self, token_ids, skip_special_tokens) -> str:
         return " ".join(map(str, token_ids))
 
     def left(self, ids: list[Any]) -> int:

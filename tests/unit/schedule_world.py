@@ -68,7 +68,7 @@ class World:
         self.config = AdaptiveConfig(base=base, policy=policy, **options)
         self.layout = base
         self.ranks = [Rank() for _ in range(base.num_ranks)]
-        self.answers: dict[int, m.ScheduleReply] = {}
+        self.answers: dict[int, m.Reply] = {}
         self.fired: list[Fired] = []
         self.commands: dict[int, Any] = {}
         self.rng = random.Random(seed)
@@ -245,7 +245,7 @@ class World:
             running = sum(not request.prefills for request in own)
             self.wire.append(
                 m.RankSwitched(
-                    rank=rank, epoch=command.epoch, tp=new.tp, phases={"drain": 0.0}, migrated=running,
+                    rank=rank, epoch=command.epoch, phases={"drain": 0.0}, migrated=running,
                     requests_in=len(held.get(rank, ())), requests_out=len(own),
                 )
             )  # fmt: skip

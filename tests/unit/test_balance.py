@@ -108,7 +108,7 @@ def test_a_prefill_at_the_moment_of_a_look_drives_no_session_away():
 
 def read_status(rig: Rig) -> dict:
     rig.coordinator.handle_status_query(m.StatusQuery(query_id=1), 0.0)
-    return rig.world.server[-1].status
+    return rig.world.server[-1].answer
 
 
 def test_what_an_engine_reports_is_its_status():

@@ -49,7 +49,7 @@ def calibrate(rig: Rig, turns: int = 4) -> None:
 
 def status(rig: Rig) -> dict:
     rig.coordinator.handle_status_query(m.StatusQuery(query_id=1), 0.0)
-    return rig.world.server[-1].status
+    return rig.world.server[-1].answer
 
 
 def test_a_calibration_leaves_the_factors_and_nothing_else():

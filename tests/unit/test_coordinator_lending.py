@@ -54,7 +54,7 @@ def test_lent_ranks_get_nothing_and_those_that_work_have_their_requests():
     rig.settle()
     (answer,) = rig.answers()
     assert answer.code == 200
-    assert (answer.record["lent"], answer.record["requests"], answer.record["released_bytes"]) == ([1, 3], 4, 200)
+    assert (answer.answer["lent"], answer.answer["requests"], answer.answer["released_bytes"]) == ([1, 3], 4, 200)
     assert [len(rank.requests) for rank in rig.world.ranks] == [2, 0, 2, 0]
     assert sorted(rig.work(4)) == [0, 0, 2, 2]
     rig.settle()
@@ -85,7 +85,7 @@ def test_a_degree_that_needs_all_ranks_is_left_first():
     rig.settle()
     assert switches(rig)[1:] == [(4, 2, [], "lend"), (2, 2, [1, 3], "lend")]
     _, answer = rig.answers()
-    assert (answer.code, answer.record["epoch"]) == (200, 3), "one answer"
+    assert (answer.code, answer.answer["epoch"]) == (200, 3), "one answer"
 
 
 def test_the_first_of_two_steps_fails():
@@ -287,7 +287,7 @@ def test_not_in_a_switch():
 TRAINING = Training(samples=8, complete=2, ready=500, seconds_per_token=1e-3)
 
 
-def ask(rig: Rig) -> m.ReconfigureReply:
+def ask(rig: Rig) -> m.Reply:
     rig.coordinator.decide_lending(m.LendingQuery(query_id=7, training=TRAINING), 0.0)
     answer = rig.answers()[-1]
     assert answer.query_id == 7
@@ -306,10 +306,10 @@ def test_the_lending_policy_is_shown_the_ranks_that_work():
     rig.work(8)
     rig.settle()
     answer = ask(rig)
-    assert (answer.code, answer.record) == (200, {"move": "lend", "gain": 2.0, "why": "hides training", "tp": 1})
+    assert (answer.code, answer.answer) == (200, {"move": "lend", "gain": 2.0, "why": "hides training", "tp": 1})
     lend(rig)
     rig.iterate()
-    assert ask(rig).record["why"] == "a switch is under way" and len(shown) == 1
+    assert ask(rig).answer["why"] == "a switch is under way" and len(shown) == 1
     rig.settle()
     rig.finish(1)
     rig.settle()
@@ -330,14 +330,14 @@ def make_roomy_rig(**options) -> Rig:
 def test_without_a_profile_the_room_for_kv_decides():
     """The policy that switches is not shown the requests one by one; the one that lends is."""
     rig = make_roomy_rig(degrees=(1, 2, 4))
-    assert ask(rig).record["why"] == "KV fits" and ask(rig).record["move"] == "lend"
+    assert ask(rig).answer["why"] == "KV fits" and ask(rig).answer["move"] == "lend"
 
 
 @pytest.mark.parametrize("options", [{}, {"degrees": (1, 2)}, {"degrees": (1, 2, 4), "weights": "reshard"}], ids=str)
 def test_what_lend_ranks_always_refuses_is_never_asked_for(options):
     """The policy ``threshold`` without a profile leaves out tp=2, so only three of four ranks can be lent."""
     rig = make_roomy_rig(**options)
-    found = ask(rig).record
+    found = ask(rig).answer
     lend(rig)
     refusal = rig.answers()[-1]
     assert (refusal.code, found["move"], found["why"]) == (400, "never", refusal.message)
@@ -381,7 +381,7 @@ def test_any_number_is_refused_or_answered(field, is_lent):
         bounds.append(number)
         rig.coordinator.decide_lending(m.LendingQuery(query_id=7, training=training), 0.0)
         answer = rig.answers()[-1]
-        assert answer.code == 200 and math.isfinite(answer.record["gain"])
+        assert answer.code == 200 and math.isfinite(answer.answer["gain"])
     assert max(bounds) == MOST.get(field, 10**15), "and this is the most that is answered"
 
 
@@ -481,7 +481,7 @@ def test_the_client_says_how_long_its_lease_is_and_the_program_of_the_engine_nee
         borrow(rig, seconds=seconds)
         rig.coordinator.handle_status_query(m.StatusQuery(query_id=3), 100.0)
         lease = {"client": "trainer", "seconds": seconds, "left": left}
-        assert rig.world.server[-1].status["lease"] == lease
+        assert rig.world.server[-1].answer["lease"] == lease
         begin_round(rig, "other", 3500.0)
         assert rig.coordinator.layout.lent == [1, 3]
     begin_round(rig, "other", 1e9)
@@ -507,7 +507,7 @@ def test_ranks_are_lent_to_one_client():
     assert (refused.code, refused.message) == (409, "ranks are lent to trainer; take them back first")
     borrow(rig, client="other", now=LEASE_SECONDS)
     rig.coordinator.handle_status_query(m.StatusQuery(query_id=3), LEASE_SECONDS)
-    assert rig.world.server[-1].status["lease"]["client"] == "other"
+    assert rig.world.server[-1].answer["lease"]["client"] == "other"
 
 
 def test_a_trainer_that_still_has_the_memory_keeps_it_and_the_engine_asks_now_and_then():

@@ -122,11 +122,11 @@ class CoordinatorMachine(RuleBasedStateMachine):
         reply = self.world.server.pop()
         assert reply.query_id == 7
         known = self.world.known
-        assert reply.status["layout"] == known.as_dict() and reply.status["lent"] == known.lent
-        assert reply.status["switching"] == (self.world.preparing is not None)
-        assert [group["ranks"] for group in reply.status["groups"]] == [known.group(leader) for leader in known.working]
-        assert all(group["in_flight"] >= 0 for group in reply.status["groups"])
-        assert reply.status["num_switches"] == sum(not record.error for record in self.world.records)
+        assert reply.answer["layout"] == known.as_dict() and reply.answer["lent"] == known.lent
+        assert reply.answer["switching"] == (self.world.preparing is not None)
+        assert [group["ranks"] for group in reply.answer["groups"]] == [known.group(leader) for leader in known.working]
+        assert all(group["in_flight"] >= 0 for group in reply.answer["groups"])
+        assert reply.answer["num_switches"] == sum(not record.error for record in self.world.records)
 
     @rule(seconds=st.sampled_from([0.0, 0.1, SETTLE_SECONDS, RETRY_SECONDS]))
     def tick(self, seconds):
@@ -259,7 +259,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.check_queries()
 
     def check_queries(self) -> None:
-        answers = [obj for obj in self.world.server if isinstance(obj, m.ReconfigureReply)]
+        answers = [obj for obj in self.world.server if isinstance(obj, m.Reply)]
         assert sorted(answer.query_id for answer in answers) == list(self.queries)
         by_epoch = {record.epoch: record for record in self.world.records}
         for answer in answers:
@@ -270,13 +270,13 @@ class CoordinatorMachine(RuleBasedStateMachine):
             elif query["busy"]:
                 assert answer.code == 409
             elif query["here"]:
-                assert (answer.code, answer.record) == (200, None)
+                assert (answer.code, answer.answer) == (200, None)
             else:
-                record = by_epoch[answer.record["epoch"]]
+                record = by_epoch[answer.answer["epoch"]]
                 self.check_record(record, query)
                 assert answer.code == (500 if record.error else 200) and answer.message == record.error
         assert sum(record.reason == "request" for record in self.world.records) == sum(
-            answer.record is not None and "tp" in self.queries[answer.query_id] for answer in answers
+            answer.answer is not None and "tp" in self.queries[answer.query_id] for answer in answers
         )
 
     def check_record(self, record: m.SwitchRecord, query: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ def test_reconfigure_and_its_record():
     (answer,) = rig.answers()
     (record,) = rig.world.records
     assert (answer.code, answer.message) == (200, "")
-    assert answer.record["epoch"] == record.epoch == 1
+    assert answer.answer["epoch"] == record.epoch == 1
     assert (record.from_tp, record.to_tp, record.requests, record.reason) == (1, 2, 5, "request")
     assert record.phases == pytest.approx({"prepare": 1.5, "kv": 0.2, "check": 0.01})
     assert record.pause_seconds == pytest.approx(0.21)
@@ -91,7 +91,7 @@ def test_what_a_switch_would_do(tps, max_running, room, parked, lost):
     reply = rig.answers()[-1]
     assert (reply.query_id, reply.code) == (5, 200)
     assert rig.coordinator.layout.tp == tps[0] and len(rig.world.to_leaders) == before, "nothing has happened"
-    record = dict(reply.record)
+    record = dict(reply.answer)
     del record["tokens"]
     assert record.pop("expected_seconds") is None
     assert record.pop("why") == "without a profile (--pat-profile) times cannot be predicted"
@@ -108,7 +108,7 @@ def test_a_dry_run_with_a_profile_says_how_long_a_switch_would_take():
     rig.work(2)
     rig.settle()
     rig.coordinator.reconfigure(m.Reconfigure(query_id=5, tp=2, dry_run=True), 0.0)
-    assert rig.answers()[-1].record["expected_seconds"] == 1 + 20 + 2 * 10 and "why" not in rig.answers()[-1].record
+    assert rig.answers()[-1].answer["expected_seconds"] == 1 + 20 + 2 * 10 and "why" not in rig.answers()[-1].answer
 
 
 def test_lost_requests_end_the_engine():
@@ -121,7 +121,7 @@ def test_lost_requests_end_the_engine():
     switched = rig.world.ranks[0].outbox[0]
     assert isinstance(switched, m.RankSwitched) and switched.requests_out == 2
     rig.world.ranks[0].outbox[0] = m.RankSwitched(
-        rank=0, epoch=switched.epoch, tp=2, phases={}, requests_in=1, requests_out=1
+        rank=0, epoch=switched.epoch, phases={}, requests_in=1, requests_out=1
     )
     with pytest.raises(RuntimeError, match="requests were lost in switch 1: 2 in, 1 out"):
         rig.deliver()
@@ -138,7 +138,7 @@ def test_the_first_report_of_a_fast_leader_is_not_lost():
 def test_messages_of_another_switch_are_ignored():
     rig = Rig(1, 2)
     late = [m.Prepared(rank=rank, epoch=9, seconds=0.0, error="late") for rank in (0, 1)]
-    late += [m.RankSwitched(rank=rank, epoch=9, tp=2, phases={}) for rank in (0, 1)]
+    late += [m.RankSwitched(rank=rank, epoch=9, phases={}) for rank in (0, 1)]
     for message in late:
         rig.coordinator.handle_rank_message(message, 0.0)
     rig.reconfigure(2)

@@ -29,7 +29,7 @@ def update(rig: Rig) -> None:
 
 def totals(rig: Rig) -> Figures:
     rig.coordinator.handle_status_query(m.StatusQuery(query_id=0), 0.0)
-    return Figures.from_status(rig.world.server[-1].status)
+    return Figures.from_status(rig.world.server[-1].answer)
 
 
 def test_a_step_ends_with_the_update_of_the_weights():

@@ -16,7 +16,7 @@ LOAD = m.LoadReport(
     requests=[m.Running(5, 0, 2**31, 2**32 - 1)], finished=[m.Finished(7, 2**32 - 1, True)],
 )  # fmt: skip
 SWITCHED = m.RankSwitched(
-    rank=1, epoch=2, tp=4, phases={"kv": 0.25, "drain": 1e-9}, moved_bytes=2**50, requests_in=3, requests_out=3
+    rank=1, epoch=2, phases={"kv": 0.25, "drain": 1e-9}, moved_bytes=2**50, requests_in=3, requests_out=3
 )
 FROM_RANK = [
     m.Prepared(rank=0, epoch=1, seconds=0.5, grammars=[m.Grammar(kind="regex", text="[a-f]+\n×", count=3)]),

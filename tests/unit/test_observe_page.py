@@ -42,7 +42,7 @@ def test_metrics():
 def test_status():
     rig = Rig(1, 4)
     rig.coordinator.handle_status_query(m.StatusQuery(query_id=1), 0.0)
-    status = rig.world.server[-1].status
+    status = rig.world.server[-1].answer
     assert list_named("Status") == set(status) | {"weight_version"}  # which the server adds
     assert list_named("A replica") == set(status["groups"][0])
 

@@ -86,10 +86,12 @@ def execute(case: Case, gather: bool = False) -> Outcome:
             pools[dst][recv, b : b + out.heads] = values
             outcome.travelled += [(src, dst, int(v)) for v in values.ravel()]
             if i < last:
-                assert out.count_elements(DIM)[i, j] == into.count_elements(DIM)[i, j] == values.size * DIM
+                assert out.slots[i, j] * out.heads == into.slots[i, j] * into.heads == values.size
             else:
                 assert out.moving == len(send)
-        outcome.elements += sum(exchanges[rank].count_elements(DIM)[i].sum() for i, rank in enumerate(members))
+        outcome.elements += sum(
+            exchanges[rank].slots[i].sum() * exchanges[rank].heads * DIM for i, rank in enumerate(members)
+        )
         packed = [len(exchanges[rank].send_slots) for rank in members]
         assert not gather or {exchanges[rank].most for rank in members} == {max(packed)}, "one size for all"
     return outcome
@@ -97,7 +99,11 @@ def execute(case: Case, gather: bool = False) -> Outcome:
 
 def head_part(move: plan.KvMove) -> slice:
     """The heads of a new slot that this rank had before."""
-    own = next(piece for piece in move.list_slices(move.rank) if piece.src == move.rank)
+    own = next(
+        piece
+        for piece in plan.list_head_slices(move.old, move.new, move.kv_heads, move.members, move.rank)
+        if piece.src == move.rank
+    )
     return slice(own.dst_head, own.dst_head + own.count)
 
 

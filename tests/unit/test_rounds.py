@@ -114,10 +114,10 @@ async def test_a_verdict_and_the_trainer_get_the_text_of_all_tokens(half_told):
 async def test_a_tokenizer_that_fails_ends_the_round(half_told, monkeypatch, who):
     """Slow tokenizers do, of a token in the padding of the vocabulary."""
 
-    def fail(self, token_ids):
+    def fail(self, token_ids, skip_special_tokens):
         raise TypeError("no such token")
 
-    monkeypatch.setattr(Played, "decode_tokens", fail)
+    monkeypatch.setattr(Played, "decode", fail)
     engine, mine = Played(), admitter(3, 3, 3, filter_groups=who == "verdicts")
     reward = (lambda response: 1.0) if who == "rewards" else None
     round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": 50}, reward=reward)

@@ -42,7 +42,7 @@ def test_every_replica_has_made_exactly_so_many_steps(seed):
     world.run()
     assert [fired.steps for fired in world.fired] == [dict.fromkeys(range(4), 20), {0: 33, 1: 33}, {0: 33}]
     assert [fired.alive for fired in world.fired] == [8, 8, 8]
-    state = world.answers[query].state
+    state = world.answers[query].answer
     assert (state.entries, state.done, state.holding) == (3, 3, False)
     assert [(s.from_tp, s.to_tp, s.reason, s.requests) for s in state.switches] == [
         (1, 2, "schedule", 8), (2, 4, "schedule", 8), (4, 1, "schedule", 8),
@@ -76,7 +76,7 @@ def test_held_until_there_is_another_schedule():
     query = world.wait()
     world.send(*requests(2))
     world.run()
-    assert world.answers[query].state.holding
+    assert world.answers[query].answer.holding
     assert {world.ranks[rank].steps for rank in world.layout.leaders} == {9}
     world.set([{"step": 4, "hold": True}])  # counted from now on
     world.run()
@@ -91,7 +91,7 @@ def test_a_schedule_that_is_replaced_answers_who_waits():
     query = world.wait()
     world.run()
     world.set([])
-    assert world.answers[query].state.done == 0
+    assert world.answers[query].answer.done == 0
     world.send(*requests(3))
     world.run()
     assert not world.fired and not any(rank.requests for rank in world.ranks)
@@ -107,7 +107,7 @@ def test_a_schedule_that_is_replaced_during_its_switch(entries, seed):
     world.set(entries)
     query = world.wait()
     world.run()
-    assert world.answers[query].state.done == len(entries) == len(world.answers[query].state.switches)
+    assert world.answers[query].answer.done == len(entries) == len(world.answers[query].answer.switches)
     assert [record.to_tp for record in world.coordinator.account.records] == [2, *(entry["tp"] for entry in entries)]
     assert not any(rank.requests for rank in world.ranks)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack, contextmanager
-from typing import Any
 from unittest import mock
 
 from sglang_pat.host import adapter
@@ -19,9 +18,6 @@ def forbid_new_resources():
     with ExitStack() as stack:
         if os.environ.get(CHECK_STEADY_ENV) == "1":
             for owner, name in adapter.runner.RESOURCE_MAKERS:
-                stack.enter_context(mock.patch.object(owner, name, side_effect=_make_refusal(owner, name)))
+                refusal = RuntimeError(f"a switch called {owner.__name__}.{name}: it is to be made at start")
+                stack.enter_context(mock.patch.object(owner, name, side_effect=refusal))
         yield
-
-
-def _make_refusal(owner: Any, name: str) -> RuntimeError:
-    return RuntimeError(f"a switch called {owner.__name__}.{name}: it is to be made at start")

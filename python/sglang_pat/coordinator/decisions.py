@@ -87,7 +87,12 @@ class Decisions:
         self.history = LengthHistory()
         self.expected_seconds: float | None = None
         self._lending = lending or make_lending_policy(None, None, config.num_ranks, config.list_degrees())
-        self._why_never = _explain_why_never(config)
+        self._why_never = ""
+        """Why the engine would refuse to lend ranks as the policy means it; empty if it would not."""
+        try:
+            config.check_stride(STRIDE)
+        except ValueError as error:
+            self._why_never = str(error)
         self.policy = policy or make_policy(config.policy, switch_at=config.switch_at, max_running=config.max_running)
         self._config, self._leaders, self._outbox = config, leaders, outbox
         self._degrees = tuple(layout.tp for layout in config.layouts)
@@ -117,7 +122,6 @@ class Decisions:
         return self.round.record_arrival(now, sample=request.limit > 0 and not request.generated, name=request.round)
 
     def record_response_end(self, response: m.Finished, now: float) -> None:
-        """Learn from a response that has ended."""
         sample = response.length > response.since
         self.round.record_response_end(now, sample=sample)
         self.round.tokens += response.length - response.since
@@ -133,11 +137,12 @@ class Decisions:
             self.factors.calibrate(self._turns, now)
         self._turns = []
 
-    def record_switch(self, now: float) -> None:
-        if self.calibrating:
-            return
-        self._last_switch = now
-        self.round.switches += 1
+    def record_switch(self, now: float, aborted: bool) -> None:
+        if aborted:
+            self._last_abort = now
+        elif not self.calibrating:
+            self._last_switch = now
+            self.round.switches += 1
 
     def record_drafts(self, report: m.LoadReport) -> None:
         """Learn how likely drafts are right; replicas report some tens of times in a second."""
@@ -161,10 +166,6 @@ class Decisions:
             self._turns[-1][report.tp] = Steps(*map(sum, zip(before, steps, strict=True)))
         else:
             self.factors.observe(report.tp, steps, now)
-
-    def record_aborted_switch(self, now: float) -> None:
-        """Note that a switch was aborted."""
-        self._last_abort = now
 
     # -- when to ask ------------------------------------------------------------------------------
 
@@ -269,12 +270,3 @@ class Decisions:
         much."""
         report = self._leaders[layout.leaders[0]].report
         return dict(report.kv_totals) if report is not None else {}
-
-
-def _explain_why_never(config: AdaptiveConfig) -> str:
-    """Why the engine would refuse to lend ranks as the policy means it; "" if it would not."""
-    try:
-        config.check_stride(STRIDE)
-    except ValueError as error:
-        return str(error)
-    return ""

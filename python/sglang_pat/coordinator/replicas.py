@@ -66,10 +66,6 @@ class Generation:
     counts: bool = True
     round: str = ""
 
-    def mark(self, name: str) -> None:
-        """Have the leader report that it has a request of this round."""
-        setattr(self.obj, m.ROUND_MARK, name)
-
 
 @dataclass(slots=True)
 class Leader:
@@ -224,10 +220,7 @@ def forecast_switch(
     tokens = {rank: report.tokens if report else 0 for rank, report in reports.items()}
     parked = lost = 0
     for leader in new.working:
-        decoding, held = (
-            _compute_amount_after(running, old, new, leader),
-            _compute_amount_after(tokens, old, new, leader),
-        )
+        decoding, held = (_compute_amount_after(amounts, old, new, leader) for amounts in (running, tokens))
         parked += max(0, decoding - max_running) if max_running is not None else 0
         report = leaders[leader].report
         room = report.kv_totals.get(new.tp) if report else None

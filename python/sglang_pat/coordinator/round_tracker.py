@@ -1,7 +1,6 @@
-"""Rounds of requests (:class:`RoundTracker`): as clients announce them (``update_announced_round``), or as they come in
-(``record_arrival``).
+"""Rounds of requests (:class:`RoundTracker`), as clients announce them.
 
-Where nobody announces them: in RL one is much like the one before, so its size tells when all are in.
+Where nobody does: in RL one is much like the one before, so its size tells when all are in.
 """
 
 from __future__ import annotations

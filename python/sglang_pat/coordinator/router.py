@@ -62,52 +62,11 @@ class Control:
 
 @dataclass
 class _Collect:
-    """Replies to one control request, by leader."""
+    """Replies to one control request, by leader; ``expected``: of so many."""
 
     control: Control
     expected: int
     replies: dict[int, Any] = field(default_factory=dict)
-
-
-class Replies:
-    """The control requests under way, by the type of their reply, oldest first."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, deque[_Collect]] = {}
-
-    def __len__(self) -> int:
-        return sum(len(waiting) for waiting in self._waiting.values())
-
-    def expect(self, control: Control, leaders: int) -> None:
-        """Wait for the replies of ``leaders`` leaders to ``control``; no-op if it has no reply."""
-        if control.reply:
-            self._waiting.setdefault(control.reply, deque()).append(_Collect(control, leaders))
-
-    def collect_reply(self, rank: int, obj: Any) -> list[tuple[Control, Any]] | None:
-        """Collect a leader's reply: ``[(request, merged)]`` once those of all leaders are there, ``[]`` before.  None
-        if it is no reply that is waited for."""
-        collect = self._find_collection(rank, obj)
-        if collect is None:
-            return None
-        collect.replies[rank] = obj
-        if len(collect.replies) < collect.expected:
-            return []
-        name = type(obj).__name__
-        waiting = self._waiting[name]
-        waiting.popleft()  # complete before any later one, as each leader fills them in order
-        if not waiting:
-            del self._waiting[name]
-        merged = collect.control.merge([collect.replies[leader] for leader in sorted(collect.replies)])
-        return [(collect.control, merged)]
-
-    def _find_collection(self, rank: int, obj: Any) -> _Collect | None:
-        """The collection that the reply of a leader belongs to.
-
-        Leaders answer requests of one type in the order they got them, but not in step with each other: it is the
-        oldest one that still lacks this leader's.
-        """
-        waiting = self._waiting.get(type(obj).__name__, ())
-        return next((collect for collect in waiting if rank not in collect.replies), None)
 
 
 class Coordinator:
@@ -135,9 +94,10 @@ class Coordinator:
         self._decisions = Decisions(config, self._leaders, outbox, policy, predictor, lending)
         self.history = self._decisions.history
         self._backlog: deque[Generation | Control | m.SetSchedule] = deque()
-        self._held_requests = self._in_engine = 0
-        """Requests in the backlog, and requests at the leaders of the layout in force."""
-        self._replies = Replies()
+        self._held_requests = 0
+        """Requests in the backlog."""
+        self._replies: list[_Collect] = []
+        """The control requests under way that are answered, oldest first."""
         self._traces: dict[int, list[m.RankTrace]] = {}
         """Traces, by query, that were asked for and are not complete."""
         self._siblings = Siblings(outbox)
@@ -211,7 +171,7 @@ class Coordinator:
             "step_factors": self._decisions.factors.get_factors() if self._decisions.factors else {},
             "retracted": self._retracted,
         }
-        self._outbox.send_to_server(m.StatusReply(query_id=query.query_id, status=status | self.account.get_status()))
+        self._outbox.send_to_server(m.Reply(query_id=query.query_id, answer=status | self.account.get_status()))
 
     def handle_trace_query(self, query: m.TraceQuery, now: float) -> None:
         """Handle ``Engine.trace()``: every rank is asked, as any may have led until the last switch."""
@@ -222,10 +182,18 @@ class Coordinator:
 
     def reply(self, rank: int, obj: Any, now: float) -> None:
         """Pass on an object of SGLang's from leader ``rank``: a control reply, or something for the server as it is."""
-        merged = self._replies.collect_reply(rank, obj)
-        if merged is None:
+        # Leaders answer requests of one type in the order they got them, but not in step with each other: this reply is
+        # to the oldest one that still lacks this leader's.
+        name = type(obj).__name__
+        waiting = (one for one in self._replies if one.control.reply == name and rank not in one.replies)
+        collect = next(waiting, None)
+        if collect is None:
             return self._outbox.send_to_server(obj)
-        for control, reply in merged:
+        collect.replies[rank] = obj
+        if len(collect.replies) == collect.expected:
+            self._replies.remove(collect)
+            control = collect.control
+            reply = control.merge([collect.replies[leader] for leader in sorted(collect.replies)])
             self._released ^= control.changes if control.failed(reply) else frozenset()
             self._outbox.send_to_server(reply)
             # Weights or memory: whoever trains has its batch.
@@ -250,7 +218,6 @@ class Coordinator:
             error = self._switching.handle_answer(message, now)
             if self.layout is not before:
                 self._siblings.forget_known()
-            self._count_requests()
             if error:
                 self._refuse_controls(f"the engine cannot return to its base layout: {error}")
         self._advance(now)
@@ -265,7 +232,7 @@ class Coordinator:
             del self._traces[trace.query_id]
             steps = [{"rank": t.rank} | msgspec.structs.asdict(step) for t in traces for step in t.steps]
             steps.sort(key=lambda step: step["at"])
-            self._outbox.send_to_server(m.TraceReply(query_id=trace.query_id, steps=steps))
+            self._outbox.send_to_server(m.Reply(query_id=trace.query_id, answer=steps))
 
     def handle_timer(self, now: float) -> None:
         """Do what time alone makes due."""
@@ -278,23 +245,24 @@ class Coordinator:
         if not self._decisions.calibrating:
             self.account.record_steps(report.counts)
             self._outbox.record_steps(report.counts)
-        self._decisions.round.retracted += 0 if self._decisions.calibrating else report.retracted
-        for response in () if self._decisions.calibrating else report.finished:
-            self._schedule.record_response_end(response.length)
-            self._decisions.record_response_end(response, now)
-            self._outbox.log_response(response)
+            self._decisions.round.retracted += report.retracted
+            for response in report.finished:
+                self._schedule.record_response_end(response.length)
+                self._decisions.record_response_end(response, now)
+                self._outbox.log_response(response)
         if report.rank in self._leaders and is_report_of(report, self.layout):
             self._leaders[report.rank].apply_report(report)
             self._decisions.record_decode_steps(report, self.layout, now)
             self._decisions.record_drafts(report)
             if self._switching.under_way is None:
                 self._siblings.tell(report)
-            self._count_requests()
         else:
             self._switching.keep_early_report(report)
 
-    def _count_requests(self) -> None:
-        self._in_engine = sum(self._leaders[rank].requests for rank in self.layout.leaders)
+    @property
+    def _in_engine(self) -> int:
+        """Requests at the leaders of the layout in force."""
+        return sum(self._leaders[rank].requests for rank in self.layout.leaders)
 
     # -- getting on -----------------------------------------------------------------------------------
 
@@ -302,7 +270,7 @@ class Coordinator:
     def _traffic(self) -> Traffic:
         return Traffic(
             in_engine=self._in_engine, held=self._held_requests, controls=len(self._replies), paused=self._paused,
-            released=self._released, in_round=bool(self._decisions.round.open),
+            released=self._released,
         )  # fmt: skip
 
     def _advance(self, now: float) -> None:
@@ -321,7 +289,9 @@ class Coordinator:
             if isinstance(head, Control) and head.needs_base and not self._switching.at_base:
                 if self._switching.lends and not head.takes_back:
                     self._backlog.popleft()
-                    self._refuse(head)
+                    ranks = ", ".join(map(str, self.layout.lent))
+                    why = f"ranks {ranks} are lent; take them back first (POST /pat/take_back_ranks)"
+                    self._outbox.send_to_server(head.refusal(why))
                     continue
                 self._switching.want_base()
                 break
@@ -349,25 +319,18 @@ class Coordinator:
         if isinstance(event, Generation):
             self._schedule.record_arrival(event)
             if name := self._decisions.record_arrival(event, now):
-                event.mark(name)
+                setattr(event.obj, m.ROUND_MARK, name)
             self.account.requests += event.counts and not self._decisions.calibrating
             rank = self._places.choose(event, self.layout, self._leaders, self.history.estimate_mean(event.limit))
             self._leaders[rank].send(event)
-            self._in_engine += 1
             return self._outbox.send_to_leader(rank, event.obj)
         self._paused = self._paused if event.pauses is None else event.pauses
         changed = (event.releases - self._released) | (event.resumes & self._released)
         self._released, event = self._released ^ changed, replace(event, changes=changed)
-        self._replies.expect(event, self.layout.dp)
+        if event.reply:
+            self._replies.append(_Collect(event, self.layout.dp))
         for rank in self.layout.leaders:
             self._outbox.send_to_leader(rank, event.obj)
-
-    def _refuse(self, control: Control) -> None:
-        """Answer a control request that needs all ranks and does not take lent ones back."""
-        ranks = ", ".join(map(str, self.layout.lent))
-        self._outbox.send_to_server(
-            control.refusal(f"ranks {ranks} are lent; take them back first (POST /pat/take_back_ranks)")
-        )
 
     def _refuse_controls(self, reason: str) -> None:
         """Answer all requests that wait for the base layout; those that come later try anew."""

@@ -120,7 +120,7 @@ class Schedule:
         state = m.ScheduleState(
             entries=len(self._entries), done=self._next, holding=self._holding, switches=list(self._records)
         )
-        self._outbox.send_to_server(m.ScheduleReply(query_id=query_id, state=state))
+        self._outbox.send_to_server(m.Reply(query_id=query_id, answer=state))
 
     # -- events ---------------------------------------------------------------------------------------
 
@@ -191,12 +191,9 @@ class Schedule:
             self._due = True
             return entry
         for rank in busy:
-            point = (
-                self._compute_next_point(entry, rank, sum(requests.values()), left)
-                if self._replicas[rank].held
-                else None
-            )
-            if point is not None:
+            if not (replica := self._replicas[rank]).held:
+                continue
+            if point := self._compute_next_point(entry, replica, sum(requests.values()), left):
                 self._make_permit(rank, **point)
         return None
 
@@ -211,12 +208,10 @@ class Schedule:
                 return any(done.values()) and all(done[rank] for rank in busy)
         return True
 
-    def _compute_next_point(
-        self, entry: m.ScheduleEntry, rank: int, alive: int, left: int | None
-    ) -> dict[str, int] | None:
-        """Fields of the ``StepPermit`` by which a replica that holds may go on towards ``entry``; None if it has to
+    @staticmethod
+    def _compute_next_point(entry: m.ScheduleEntry, replica: _Replica, alive: int, left: int | None) -> dict[str, int]:
+        """Fields of the ``StepPermit`` by which a replica that holds may go on towards ``entry``; none if it has to
         wait for the others."""
-        replica = self._replicas[rank]
         if left is not None:
             # Never far beyond it, as a step gives each request a token: nearer with every stop.
             return {"steps": max(1, left // alive)}
@@ -224,7 +219,7 @@ class Schedule:
             return {"steps": entry.step - replica.steps}
         if entry.batch is not None and replica.batches < entry.batch:
             return {"batches": entry.batch - replica.batches}
-        return None
+        return {}
 
     def _count_generated_tokens(self, layout: ParallelLayout) -> int | None:
         """Number of tokens generated so far; None if a leader has yet to list its requests."""

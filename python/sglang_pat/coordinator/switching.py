@@ -1,5 +1,4 @@
-"""Switches as the coordinator sees them (:class:`Switching`): who wants one (``wanted``), when it begins and its
-commands (``advance``), and how it ended (``handle_answer``).
+"""Switches as the coordinator sees them (:class:`Switching`): who wants one, its commands, and how it ended.
 
 A switch is prepared while decoding goes on; then grammars are compiled, if need be; then it is commanded, or cancelled.
 What the ranks do meanwhile is in ``switch/executor.py``.  There is at most one at a time, and a switch and a control
@@ -45,7 +44,6 @@ class Traffic:
         controls: control requests that are not answered yet.
         paused: whether a client has paused generation.
         released: memory that was given away, by SGLang's tags.
-        in_round: a round that was announced goes on.
     """
 
     in_engine: int
@@ -53,7 +51,6 @@ class Traffic:
     controls: int
     paused: bool
     released: frozenset[str]
-    in_round: bool
 
 
 @dataclass
@@ -242,7 +239,7 @@ class Switching:
         would have renewed it."""
         if self._lease is None or not (self.lends and self._lease.is_over(now)) or self.wanted:
             return
-        works = traffic.in_engine or traffic.held or traffic.in_round
+        works = traffic.in_engine or traffic.held or self._decisions.round.open
         if works and not (traffic.paused or traffic.released) and now >= self._last_attempt + RETRY_SECONDS:
             self._last_attempt = now
             self.wanted = WantedSwitch(self._choose_lent(1), "lease over")
@@ -293,7 +290,7 @@ class Switching:
         self._epoch += 1
         target = self._choose_step(wanted.target)
         self.under_way = ActiveSwitch(wanted, self.layout, target, self._epoch, now)
-        self._send(m.Prepare(**self._make_command(self.under_way)))
+        self._send(self._make_command(m.Prepare))
 
     def _choose_step(self, goal: ParallelLayout) -> ParallelLayout:
         """What the next switch on the way to ``goal`` leads to: it changes the degree, or the stride."""
@@ -302,13 +299,10 @@ class Switching:
             return goal
         return here.with_stride(goal.stride) if goal.stride < here.stride else here.with_tp(goal.tp)
 
-    @staticmethod
-    def _make_command(switch: ActiveSwitch) -> dict[str, Any]:
-        """Fields of ``Prepare`` and of ``Switch`` for the switch under way."""
-        target = switch.target
-        return dict(
-            epoch=switch.epoch, tp=target.tp, stride=target.stride, recompute_below=switch.wanted.recompute_below
-        )
+    def _make_command(self, kind: type[m.Prepare | m.Switch]) -> m.Prepare | m.Switch:
+        switch, target = self._switch, self._switch.target
+        below = switch.wanted.recompute_below
+        return kind(epoch=switch.epoch, tp=target.tp, stride=target.stride, recompute_below=below)
 
     @property
     def _prepared(self) -> bool:
@@ -317,9 +311,8 @@ class Switching:
         return switch is not None and not switch.commanded and len(switch.prepared) == self._config.num_ranks
 
     def _command(self) -> None:
-        switch = self._switch
-        switch.commanded = True
-        self._send(m.Switch(**self._make_command(switch)))
+        self._switch.commanded = True
+        self._send(self._make_command(m.Switch))
 
     def _send(self, command: m.Prepare | m.Switch | m.Cancel) -> None:
         for rank in self._switch.source.leaders:
@@ -401,7 +394,6 @@ class Switching:
 
     def _end(self, now: float, error: str, **totals: Any) -> str:
         switch, self.under_way = self._switch, None
-        nothing: dict[str, Any] = {"pause_seconds": 0.0, "phases": {}}
         record = m.SwitchRecord(
             epoch=switch.epoch,
             from_tp=switch.source.tp,
@@ -410,23 +402,20 @@ class Switching:
             started=switch.started,
             lent=switch.target.lent,
             error=error,
-            **nothing | totals,
+            **totals,
         )
         self._outbox.record_switch(record)
         if record.reason != CALIBRATION:
             self._account.record_switch(record)
-        gave_up = False
-        if record.error:
-            self._decisions.record_aborted_switch(now)
-            self._base_attempts += record.reason == "control"
-            gave_up = self._base_attempts == BASE_ATTEMPTS
-        else:
+        self._decisions.record_switch(now, aborted=bool(error))
+        self._base_attempts = self._base_attempts + (record.reason == "control") if error else 0
+        gave_up = self._base_attempts == BASE_ATTEMPTS
+        if gave_up:
+            self._base_attempts = 0
+        if not error:
             self._enter_layout(switch)
             self._schedule.record_switch(switch.source, switch.target)
-            self._decisions.record_switch(now)
-        if gave_up or not record.error:
-            self._base_attempts = 0
-        if not record.error and self.layout != switch.wanted.target:
+        if not error and self.layout != switch.wanted.target:
             if switch.wanted.query_id is not None:  # a control request and a schedule want it again
                 self.wanted = switch.wanted
             return ""  # the first of two steps
@@ -435,12 +424,12 @@ class Switching:
         if record.reason == "schedule":
             self._schedule.complete_entry(record)
         query_id, newly_lent = switch.wanted.query_id, set(switch.target.lent) - set(switch.source.lent)
-        if query_id is not None and newly_lent and not record.error:
+        if query_id is not None and newly_lent and not error:
             self._lending = query_id, record, newly_lent
             self._answer_when_given()
         elif query_id is not None:
-            self._reply(query_id, 500 if record.error else 200, record.error, msgspec.to_builtins(record))
-        return record.error if gave_up else ""
+            self._reply(query_id, 500 if error else 200, error, msgspec.to_builtins(record))
+        return error if gave_up else ""
 
     def record_release(self, message: m.MemoryReleased) -> None:
         """Note that a rank that was lent has given its memory away, or could not."""
@@ -468,4 +457,4 @@ class Switching:
             leader.apply_report(switch.early.get(rank) or leader.make_report_after_switch(reply, self.layout))
 
     def _reply(self, query_id: int, code: int, message: str, record: dict[str, Any] | None = None) -> None:
-        self._outbox.send_to_server(m.ReconfigureReply(query_id=query_id, code=code, message=message, record=record))
+        self._outbox.send_to_server(m.Reply(query_id=query_id, code=code, message=message, answer=record))

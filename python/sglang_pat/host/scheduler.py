@@ -135,7 +135,8 @@ class AdaptiveScheduler(RankScheduler):
         if left is not None and self.is_leader:
             self.channel.send(left)
         runtime = self.layouts.install(layout)
-        groups.set_scheduler_group(self, self.layouts.groups.get_tp_group(layout), runtime.tp_rank, layout.tp)
+        group = self.layouts.groups.get_tp_group(layout)
+        groups.set_scheduler_group(self, group, layout.tp_rank(self.rank), layout.tp)
         kv.set_allocator(self, runtime.parts.allocator)
         self.clear_pools()
         self.output.fence = fence

@@ -138,7 +138,6 @@ class ModelShape:
         return (self.intermediate,) if self.mixture is None else (self.mixture.width, self.mixture.shared_width)
 
     def parameters(self, tp: int = 1) -> int:
-        """Parameters that one rank holds."""
         tables = self.padded_vocab // tp * self.hidden * (1 if self.tied else 2)
         return self.layers * self._count_layer_parameters(tp) + tables
 
@@ -173,7 +172,6 @@ class ModelShape:
         return self._count_layer_parameters(tp) * self.item
 
     def weight_bytes(self, tp: int) -> int:
-        """Bytes of the weights of one rank."""
         return self.parameters(tp) * self.item
 
 

@@ -64,8 +64,7 @@ def look_ahead(load: Load, history: LengthHistory) -> Outlook | None:
     members, output, left, prompt = _group_requests(load.output[on], left[on], load.prompt[on])
     ends = make_grid(longest)
     ahead = (ends[:-1] + ends[1:]) / 2
-    alive = np.exp(curve.hazard(output)[:, None] - curve.hazard(output[:, None] + ahead))  # [classes, intervals]
-    alive = np.where(ahead < left[:, None], alive, 0.0)
+    alive = curve.compute_alive(output, left, ahead)  # [classes, intervals]
     number = members @ alive
     none_alive = np.exp(members @ np.log1p(-np.minimum(alive, 1 - 1e-15)))
     any_alive = np.maximum(1 - none_alive, 1e-12)

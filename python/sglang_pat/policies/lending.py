@@ -12,19 +12,13 @@ tail cost.  With a profile ranks are lent only if what is gained is more than th
 Both rounds follow the best course over layouts (:mod:`~sglang_pat.policies.course`), one on half of the ranks up to the
 best moment to take them back.  So ranks come back when the trainer has caught up, if the tail is faster then.
 
-That is an expectation, and a step is one draw: groups may be complete much later than expected, or the round may be
-over at once.  So ranks are lent only if at most :data:`RISK` of the step would be lost then (:func:`_estimate_loss`),
-and they are taken back when a trainer without work has lost as much (:func:`_decide_return`).  What is lost is counted
-from what was measured since the lending, so a trainer that is quicker than its client says is noticed, too.
+That is an expectation, and a step is one draw.  So the loss is bounded: before ranks are lent (:func:`_estimate_loss`),
+and by what was measured since (:func:`_decide_return`).
 
 Three things differ from the paper.  The trainer takes whole groups only, since an advantage needs all responses of its
 prompt; so completion counts them, and what can be trained is estimated by groups, without the one that is complete last
 and ends the round.  Training is counted in tokens, for the responses that end first are short ones.  And ranks may be
 lent late: where useless prompts are replaced by new ones (DAPO) most of the time is there.
-
-In a layout of stride 2 every second TP group works (:class:`~sglang_pat.layout.ParallelLayout`); requests of a group
-that is lent go on in the one before it, in the same degree.  A degree that takes all ranks is left for the next lower
-one.
 """
 
 from __future__ import annotations
@@ -40,7 +34,7 @@ import numpy as np
 from msgspec import Meta
 
 from sglang_pat.policies.course import Course, LayoutPlanner, Outlook, look_ahead
-from sglang_pat.policies.lengths import Curve, LengthHistory
+from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.snapshot import Load, Snapshot
 from sglang_pat.predict.cost import SwitchCosts
 from sglang_pat.predict.predictor import StepPredictor
@@ -515,7 +509,7 @@ def expect_work(load: Load, history: LengthHistory, training: Training, outlook:
     """The work expected of groups: each is complete when all of its prompt's responses that still run have ended."""
     ends = np.concatenate([[0.0], np.cumsum(outlook.width)])
     curve = history.make_curve(int(load.limit.max()), load.output)
-    alive = _expect_alive(load, curve, ends)
+    alive = curve.compute_alive(load.output, np.maximum(load.limit - load.output, 1), ends)
     ending = -np.diff(alive, axis=1)  # probability to end in each interval
     middle = (ends[:-1] + ends[1:]) / 2
     ended = 1 - alive
@@ -533,13 +527,6 @@ def expect_work(load: Load, history: LengthHistory, training: Training, outlook:
     each = in_group + training.pending / len(family)
     left = (training.samples - training.complete) / len(family)
     return Work(tokens=training.ready + (early * each).sum(axis=0), samples=training.complete + left * done.sum(axis=0))
-
-
-def _expect_alive(load: Load, curve: Curve, ends: np.ndarray) -> np.ndarray:
-    """Probability that a request still runs after so many tokens, ``[requests, ends]``."""
-    left = (load.limit - load.output)[:, None]
-    alive = np.exp(curve.hazard(load.output)[:, None] - curve.hazard(load.output[:, None] + ends))
-    return np.where(ends < np.maximum(left, 1), alive, 0.0)
 
 
 def _count_hidden_seconds(lent: np.ndarray, work: np.ndarray, setup: float, slowdown: float = STRIDE) -> np.ndarray:

@@ -42,10 +42,10 @@ _KNOTS = np.concatenate([[0], EDGES]).astype(float)
 
 
 @lru_cache(maxsize=64)
-def _compute_lognormal_hazard(mu: float, sigma: float) -> np.ndarray:
+def _compute_prior_hazard(mu: float) -> np.ndarray:
     """Probability of ending in each bin, having reached it; ``[bins]``."""
     with np.errstate(divide="ignore"):
-        log_survival = log_ndtr((mu - np.log(_KNOTS)) / sigma)
+        log_survival = log_ndtr((mu - np.log(_KNOTS)) / PRIOR_SIGMA)
     hazard = -np.expm1(np.diff(log_survival))
     hazard.setflags(write=False)
     return hazard
@@ -64,6 +64,12 @@ class Curve:
         """Cumulative hazard up to ``tokens``, of the same shape: P(length > a, given length > b) is
         exp(hazard(b) - hazard(a))."""
         return np.interp(tokens, _KNOTS, self.hazards)
+
+    def compute_alive(self, output: np.ndarray, left: np.ndarray, ahead: np.ndarray) -> np.ndarray:
+        """Probability that a request of ``output`` tokens, which may have ``left`` more, still runs after ``ahead``
+        more, ``[requests, ahead]``."""
+        alive = np.exp(self.hazard(output)[:, None] - self.hazard(output[:, None] + ahead))
+        return np.where(ahead < left[:, None], alive, 0.0)
 
     def survival(self, tokens: np.ndarray) -> np.ndarray:
         """P(length > tokens), the shape of ``tokens``."""
@@ -118,7 +124,7 @@ class LengthHistory:
             limit: most tokens of a response; scales the prior.
             running: present lengths of the requests that still run, ``[requests]``; they are censored there.
         """
-        prior = _compute_lognormal_hazard(float(np.log(max(limit, 2) * PRIOR_MEDIAN)), PRIOR_SIGMA)
+        prior = _compute_prior_hazard(float(np.log(max(limit, 2) * PRIOR_MEDIAN)))
         at_risk = self._at_risk
         if len(running):
             at_risk = at_risk + _count_at_risk(np.asarray(running), np.zeros(len(running), dtype=bool))

@@ -88,7 +88,7 @@ class Steps(NamedTuple):
 
 
 class StepFactors:
-    """Estimates for ``degrees``; time is an argument, seconds of one clock."""
+    """Estimates for ``degrees``; times are seconds of one clock."""
 
     def __init__(self, degrees: tuple[int, ...]) -> None:
         self.degrees = degrees

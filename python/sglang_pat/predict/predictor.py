@@ -201,9 +201,12 @@ class Predictor:
     def _evaluate(
         self, table: dict[int, _Degree], what: str, tp: int, batch: Number, x: Number, replicas: Number | None
     ) -> Any:
-        degree = _get_degree(table, what, tp)
+        if tp not in table:
+            raise ProfileError(
+                f"the profile has no {what} times for tp={tp}, only for {sorted(table)}; sweep again with this degree"
+            )
         replicas = self.num_ranks // tp if replicas is None else replicas
-        seconds = degree.evaluate(replicas, np.asarray(batch, dtype=float), np.asarray(x, dtype=float))
+        seconds = table[tp].evaluate(replicas, np.asarray(batch, dtype=float), np.asarray(x, dtype=float))
         return float(seconds) if np.ndim(seconds) == 0 else seconds
 
 
@@ -246,12 +249,3 @@ def _make_monotone(points: Sequence[tuple[int, int, float]]) -> list[float]:
     for line in (line for each in lines for line in each):  # what the rounds have left of it
         logs[line] = np.maximum.accumulate(logs[line])
     return np.where(np.abs(np.log(seconds) - logs) < 1e-9, seconds, np.exp(logs)).tolist()
-
-
-def _get_degree(table: dict[int, _Degree], what: str, tp: int) -> _Degree:
-    try:
-        return table[tp]
-    except KeyError:
-        raise ProfileError(
-            f"the profile has no {what} times for tp={tp}, only for {sorted(table)}; sweep again with this degree"
-        ) from None

@@ -224,7 +224,7 @@ def save(profile: Profile, path: str | os.PathLike[str]) -> None:
 
 def check_fits(profile: Profile, deployment: Fingerprint, path: str | os.PathLike[str] = "") -> None:
     """Raise :class:`ProfileError` naming the first field in which ``profile`` is for another deployment."""
-    for name in sorted(set(Fingerprint.__struct_fields__) - set(INFORMATIVE), key=Fingerprint.__struct_fields__.index):
+    for name in (field for field in Fingerprint.__struct_fields__ if field not in INFORMATIVE):
         theirs, ours = getattr(profile.fingerprint, name), getattr(deployment, name)
         if theirs != ours:
             raise ProfileError(
@@ -235,7 +235,6 @@ def check_fits(profile: Profile, deployment: Fingerprint, path: str | os.PathLik
 
 
 def check(profile: Profile) -> None:
-    """Check the whole profile."""
     mark = profile.fingerprint
     _check_layouts(mark)
     for name in COUNTED:

@@ -179,10 +179,8 @@ class DraftModel:
             return value.to(device, dtype if value.is_floating_point() else None)
 
         self._join = take("fc.weight", hidden, None)
-        self._norm_token, self._norm_features = (
-            take("input_layernorm.weight", hidden),
-            take("hidden_norm.weight", hidden),
-        )
+        self._norm_token = take("input_layernorm.weight", hidden)
+        self._norm_features = take("hidden_norm.weight", hidden)
         self._query = take("self_attn.q_proj.weight", heads * width, 2 * hidden)
         keys, values = (take(f"self_attn.{name}_proj.weight", kv_heads * width, 2 * hidden) for name in "kv")
         self._key_value = torch.cat([keys, values])

@@ -39,7 +39,6 @@ class LayoutRuntime:
     """
 
     layout: ParallelLayout
-    tp_rank: int
     parts: LayoutParts
     views: Views | None
     kv: kv.KvBuffers
@@ -119,7 +118,6 @@ class Layouts:
     def _make_runtime(self, layout: ParallelLayout, parts: LayoutParts, views: Views | None) -> LayoutRuntime:
         return LayoutRuntime(
             layout=layout,
-            tp_rank=layout.tp_rank(self.rank),
             parts=parts,
             views=views,
             kv=kv.read_buffers(parts.kv_pool),

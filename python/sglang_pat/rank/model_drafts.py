@@ -91,7 +91,6 @@ class ModelDrafts:
         self.share = DRAFT_COST * self._model.count_bytes() / runner.count_bytes(scheduler.layouts.base.model)
 
     def forget(self) -> None:
-        """Forget all requests."""
         self._lines.keep(())
 
     def read(self, reqs: Sequence[Req]) -> dict[str, Learnt]:

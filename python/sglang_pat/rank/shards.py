@@ -99,8 +99,3 @@ def list_copies(source: Sequence[Interval], target: Sequence[Interval]) -> list[
             src += held_length
         dst += length
     return result
-
-
-def count_covered(pieces: Sequence[Copy]) -> int:
-    """Number of elements of the target that ``pieces`` write."""
-    return sum(piece.length for piece in pieces)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from sglang_pat.host.experts import PiecewiseExperts
 from sglang_pat.host.layers import PiecewiseLinear, divide_layer, is_packed, make_shard_specs
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.rank.shards import Copy, ShardError, count_covered, list_copies
+from sglang_pat.rank.shards import Copy, ShardError, list_copies
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Views:
                 source = sources[name] = _Source(base_module, name, dim, list_copies(held, wanted))
                 shape = list(source.tensor.shape)
                 if dim is not None:
-                    shape[dim] = count_covered(source.pieces)
+                    shape[dim] = sum(piece.length for piece in source.pieces)
                 if list(param.shape) != shape:
                     advice = f"leave tp={layout.tp} out of --pat-candidates or use --pat-weights reshard"
                     why = "its shard does not lie inside the base shard (vocabulary padding?)"

@@ -1,10 +1,8 @@
 """A round from :func:`open_round` to :func:`end_round`: :class:`ActiveRound` is told of each event and returns
 actions.
 
-``record_finished`` and ``record_stopped`` note what left the engine, ``record_verdicts`` and ``record_reward`` what the
-job says of it.  ``get_more_actions`` then returns complete groups, starts samples or stops them.  Beside the round's
-record (:class:`~.state.Round`) the round keeps what follows from it (:class:`CompletedGroups`, ``LaunchOrder``), so
-that no event has to go through all groups.
+Beside the round's record (:class:`~.state.Round`) it keeps what follows from that (:class:`CompletedGroups`,
+``LaunchOrder``), so that no event has to go through all groups.
 """
 
 from __future__ import annotations
@@ -431,15 +429,35 @@ def end_round(rules: Rules, state: State, round_: Round, kept: list[int]) -> Sum
         state: if the round was cancelled, the one before it.
         kept: tokens of each response returned.
     """
-    deferred = round_.groups
-    if round_.cancelled:
+    cancelled = round_.cancelled
+    if cancelled:
         round_.thrown = round_.made
     else:
         _complete_round(rules, state, round_, kept)
     state.thrown += round_.thrown
     state.round = None
     state.close_epochs()
-    return _make_summary(state, round_, len(deferred), kept)
+    undropped, error = state.bias.estimate_mean_undropped()
+    return Summary(
+        number=round_.number,
+        kind=round_.kind,
+        version=round_.version,
+        target=round_.target,
+        returned=0 if cancelled else len(round_.taken),
+        filtered=0 if cancelled else len(round_.filtered),
+        deferred=0 if cancelled else len(round_.groups),
+        thrown=round_.thrown,
+        cancelled=cancelled,
+        drawn=state.drawn,
+        kept_lengths=[] if cancelled else kept,
+        aborted_lengths=round_.aborted,
+        ages=[group.deferrals for group in state.waiting],
+        redraws=round_.redraws,
+        gave_up=round_.gave_up,
+        mean_returned=state.bias.compute_mean_returned(),
+        mean_undropped=undropped,
+        mean_undropped_error=error,
+    )
 
 
 def _complete_round(rules: Rules, state: State, round_: Round, kept: list[int]) -> None:
@@ -467,28 +485,3 @@ def _restart(round_: Round, group: Group) -> None:
         sample.had = 0
     group.chosen, group.complete, group.useful = [], False, False
     group.rejected, group.draws = 0, 1
-
-
-def _make_summary(state: State, round_: Round, deferred: int, kept: list[int]) -> Summary:
-    cancelled = round_.cancelled
-    undropped, error = state.bias.estimate_mean_undropped()
-    return Summary(
-        number=round_.number,
-        kind=round_.kind,
-        version=round_.version,
-        target=round_.target,
-        returned=0 if cancelled else len(round_.taken),
-        filtered=0 if cancelled else len(round_.filtered),
-        deferred=0 if cancelled else deferred,
-        thrown=round_.thrown,
-        cancelled=cancelled,
-        drawn=state.drawn,
-        kept_lengths=[] if cancelled else kept,
-        aborted_lengths=round_.aborted,
-        ages=[group.deferrals for group in state.waiting],
-        redraws=round_.redraws,
-        gave_up=round_.gave_up,
-        mean_returned=state.bias.compute_mean_returned(),
-        mean_undropped=undropped,
-        mean_undropped_error=error,
-    )

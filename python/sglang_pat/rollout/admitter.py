@@ -44,8 +44,7 @@ class Admitter:
     # -- prompts ---------------------------------------------------------------------------------------
 
     def feed(self, prompts: Iterable[tuple[Sequence[int], Any]], end_of: int | None = None) -> list[Action]:
-        """Add prompts, each with a key that never came before; ``end_of``: no others of this epoch come after them.  A
-        round that is under way may start them at once.
+        """Add prompts, each with a key that never came before; ``end_of``: no others of this epoch come after them.
 
         A round that is under way may start them at once.
 

@@ -1,8 +1,4 @@
-"""Who has to be returned when: no group that was started is passed over in more than ``Rules.max_deferrals`` rounds.
-
-:meth:`Deadlines.compute_slack` says how many more rounds a group may wait, :meth:`Deadlines.count_due_groups` how many
-groups the next round must therefore return, and :meth:`Deadlines.drop_stale_tokens` which tokens are too old for that.
-"""
+"""Who has to be returned when (:class:`Deadlines`)."""
 
 from __future__ import annotations
 
@@ -107,7 +103,7 @@ class Deadlines:
             urgent = [group for group in groups.values() if self.compute_slack(group, version, jump) <= rounds]
             too_many = max(0, len(urgent) - (rounds + 1) * size)
             # To throw tokens away helps none that is urgent by its deferrals; but those that are too old have to go.
-            by_tokens = sorted((g for g in urgent if rounds < 0 or most - g.deferrals > rounds), key=_count_tokens)
+            by_tokens = sorted((g for g in urgent if rounds < 0 or most - g.deferrals > rounds), key=lambda g: g.tokens)
             for group in by_tokens[:too_many]:
                 groups[group.order], tokens = self._drop_stale(group, version, jump, rounds)
                 thrown += tokens
@@ -123,7 +119,3 @@ class Deadlines:
                 group.complete = group.useful = False
         group.oldest = group.find_oldest()
         return group, thrown
-
-
-def _count_tokens(group: Group) -> int:
-    return group.tokens

@@ -154,11 +154,9 @@ class Bias(msgspec.Struct, kw_only=True, omit_defaults=True):
         mean = variance = unseen = 0.0
         for weight, drawn in self.compute_level_weights():
             level = drawn.estimate_mean()
-            mean, variance, unseen = (
-                mean + weight * level[0],
-                variance + weight**2 * level[1],
-                unseen + weight * level[2],
-            )
+            mean += weight * level[0]
+            variance += weight**2 * level[1]
+            unseen += weight * level[2]
         return mean, variance**0.5 + unseen
 
     def compute_level_weights(self) -> list[tuple[float, DrawnLengths]]:
@@ -186,12 +184,10 @@ def note_sample(levels: dict[int, DrawnLengths], group: Group, sample: Sample, e
 
 
 def get_bin(tokens: int) -> int:
-    """Bin of a length in tokens."""
     return int(BINS * math.log2(max(tokens, 1)))
 
 
 def add(weights: dict[int, float], place: int, weight: float) -> None:
-    """Add a weight to a bin."""
     weights[place] = weights.get(place, 0.0) + weight
 
 
@@ -223,7 +219,6 @@ class Cost(msgspec.Struct, kw_only=True, omit_defaults=True):
             add(self.took, get_bin(output.tokens), output.seconds)
 
     def add_round(self, summary: Summary, seconds: float) -> None:
-        """A round has happened."""
         self.rounds = KEPT * self.rounds + 1
         self.seconds = KEPT * self.seconds + seconds
         self.kept = KEPT * self.kept + sum(summary.kept_lengths)

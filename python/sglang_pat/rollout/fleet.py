@@ -69,7 +69,7 @@ class FleetBackend:
         self, urls: Sequence[str], connect: Callable[[str], HttpBackend], tokenizer: Any, losses: Losses
     ) -> None:
         self._servers, self._losses = [_Server(url) for url in urls], losses
-        self._connect, self._tokenizer = connect, tokenizer
+        self._connect, self.tokenizer = connect, tokenizer
         self._homes: dict[str, _Server] = {}
         """Server of each prompt, which has its KV."""
         self._at: dict[str, HttpBackend | None] = {}
@@ -119,9 +119,6 @@ class FleetBackend:
     def get_token_limit(self) -> int:
         return min(backend.get_token_limit() for _, backend in self._list_living())
 
-    def decode_tokens(self, token_ids: list[int]) -> str:
-        return decode_tokens(self._tokenizer, token_ids)
-
     async def generate(self, rid: str, prompt: dict[str, Any], params: dict[str, Any]) -> Output:
         """See :meth:`~.requests.Backend.generate`.
 
@@ -167,7 +164,7 @@ class FleetBackend:
             self._at.pop(rid, None)
             self._stopped.discard(rid)
         if lost and output.text:
-            output.text = self.decode_tokens(output.token_ids)
+            output.text = decode_tokens(self.tokenizer, output.token_ids)
         return output
 
     def abort(self, rid: str) -> None:

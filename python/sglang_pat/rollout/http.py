@@ -13,7 +13,7 @@ import msgspec
 
 from sglang_pat.messages import BeginRound
 from sglang_pat.rollout.records import Output
-from sglang_pat.rollout.requests import decode_tokens, make_output, name_round
+from sglang_pat.rollout.requests import make_output, name_round
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class HttpBackend:
     def __init__(
         self, url: str, session: aiohttp.ClientSession, tokenizer: Any, name: str, part_tokens: int = WHOLE
     ) -> None:
-        self._url, self._session, self._tokenizer, self._name = url, session, tokenizer, name
+        self._url, self._session, self.tokenizer, self._name = url, session, tokenizer, name
         self._part = {"stream_interval": part_tokens}
         self.weights = Weights(UNNAMED, 0)
         """The server's, when the round began."""
@@ -130,9 +130,6 @@ class HttpBackend:
 
     def get_token_limit(self) -> int:
         return self._room
-
-    def decode_tokens(self, token_ids: list[int]) -> str:
-        return decode_tokens(self._tokenizer, token_ids)
 
     async def generate(self, rid: str, prompt: dict[str, Any], params: dict[str, Any]) -> Output:
         """See :meth:`~.requests.Backend.generate`.

@@ -1,8 +1,8 @@
 """How a round is put together, in each mode (:class:`Strict`, :class:`Reorder`, :class:`Partial`): its kind, how many
 prompts it needs (:class:`RoundShape`), and which sample is started next.
 
-The modes are pure functions of the state.  The order of launches (:class:`QueueFirst`, :class:`ShortestFirst`,
-:class:`ResumedFirst`) is kept up to date event by event, so that nothing is scanned.
+The modes are pure functions of the state.  The order of launches is kept up to date event by event, so that nothing is
+scanned.
 """
 
 from __future__ import annotations

@@ -42,7 +42,13 @@ def find_whole_only(params: Mapping[str, Any]) -> str | None:
 
 
 class Backend(Protocol):
-    """An engine, in this process or behind a connection."""
+    """An engine, in this process or behind a connection.
+
+    Attributes:
+        tokenizer: decodes responses that came in pieces; None: they have no text.
+    """
+
+    tokenizer: Any
 
     async def begin_round(self, begun: BeginRound) -> None:
         """The engine is told of the round before any of its samples."""
@@ -66,10 +72,6 @@ class Backend(Protocol):
 
     def abort(self, rid: str) -> None:
         """Stop a request; :meth:`generate` returns what there is."""
-
-    def decode_tokens(self, token_ids: list[int]) -> str:
-        """Text of a response that came in pieces."""
-        ...
 
     def get_token_limit(self) -> int:
         """Tokens of a request at most, prompt and response; asked for samples of several turns only."""
@@ -141,7 +143,10 @@ class Requests:
         tokens are none."""
         for output in outputs:
             if len(output.spans) > 1 or CUT in output.text:
-                output.text = self._backend.decode_tokens(output.token_ids)
+                output.text = self._decode_tokens(output.token_ids)
+
+    def _decode_tokens(self, token_ids: list[int]) -> str:
+        return decode_tokens(self._backend.tokenizer, token_ids)
 
     async def generate_segment(self, sample: SampleId, prompt: Any, so_far: Output | None) -> Output:
         """What comes after ``so_far``: tokens of the model, or of the environment.
@@ -153,7 +158,7 @@ class Requests:
         now = asyncio.get_running_loop().time
         begun = now()
         if self._turns is not None and so_far is not None and so_far.asked:
-            answer = await self._turns.answer(make_turn(sample, prompt, so_far, self._backend.decode_tokens))
+            answer = await self._turns.answer(make_turn(sample, prompt, so_far, self._decode_tokens))
             answer.seconds = now() - begun
             full = answer.spans and self._set_limits(sample, prompt, so_far.concatenate(answer))["max_new_tokens"] < 1
             return Output(finish_reason="length") if full else answer

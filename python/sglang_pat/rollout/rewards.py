@@ -1,5 +1,4 @@
-"""Rewards of a round's responses (:class:`Rewards`): ``begin`` asks for one when the response ends, not when its group
-is complete; ``deliver`` waits for those of a group.
+"""Rewards of a round's responses (:class:`Rewards`), asked for when a response ends, not when its group is complete.
 
 A response that has ended may still be thrown away: with its group (``strict``, ``reorder``), or with its draw
 (``unbiased``).  Then its reward is not waited for: it is cancelled.

@@ -1,9 +1,7 @@
 """A round on an engine (:class:`RolloutRound`): what the admitter wants is done, what the engine answers is told to
 it.
 
-``_do`` carries actions out, ``_sample`` is the request of one sample, and ``tell`` hands events to the admitter.
-:class:`Callbacks` asks the job for verdicts and prompts.  The code serves an engine in this process
-(``Engine.rollout``) and one behind HTTP (``client.py``).
+The code serves an engine in this process (``Engine.rollout``) and one behind HTTP (``client.py``).
 """
 
 from __future__ import annotations

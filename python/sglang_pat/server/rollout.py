@@ -9,7 +9,7 @@ from typing import Any
 from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.rollout.loop import EngineLoop
 from sglang_pat.rollout.records import Output
-from sglang_pat.rollout.requests import decode_tokens, make_output, name_round
+from sglang_pat.rollout.requests import make_output, name_round
 from sglang_pat.rollout.rounds import RolloutCalls, RolloutRound
 
 
@@ -42,6 +42,7 @@ class ManagerBackend:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
+        self.tokenizer = manager.tokenizer
         self._stop_tokens = stop_tokens(manager)
         self._name = ""
 
@@ -64,9 +65,6 @@ class ManagerBackend:
 
     def abort(self, rid: str) -> None:
         self._manager.abort_request(rid)
-
-    def decode_tokens(self, token_ids: list[int]) -> str:
-        return decode_tokens(self._manager.tokenizer, token_ids)
 
     def get_token_limit(self) -> int:
         return get_token_limit(self._manager)

@@ -48,8 +48,7 @@ class AdaptiveTokenizerManager(RoutedTokenizerManager):
         self._pat_calibrates = config.calibrates
         self._pat_calibration: asyncio.Task | None = None
         self.pat_rounds: WeakSet[RolloutRound] = WeakSet()
-        replies = (messages.StatusReply, messages.ReconfigureReply, messages.TraceReply, messages.ScheduleReply)
-        self._result_dispatcher._mapping.update(dict.fromkeys(replies, self._pat_reply))
+        self._result_dispatcher._mapping[messages.Reply] = self._pat_reply
 
     # -- the calibration ----------------------------------------------------------------------------
 
@@ -88,21 +87,25 @@ class AdaptiveTokenizerManager(RoutedTokenizerManager):
 
     # -- questions to the coordinator ---------------------------------------------------------------
 
-    def _pat_reply(self, reply: Any) -> None:
+    def _pat_reply(self, reply: messages.Reply) -> None:
         if (future := self._pat_waiting.pop(reply.query_id, None)) is not None and not future.done():
             future.set_result(reply)
 
     async def _pat_ask(self, kind: type, **fields: Any) -> Any:
+        """The coordinator's answer.  Raises ReconfigureError: the coordinator refuses it, or could not do it."""
         self.auto_create_handle_loop()
         query_id = next(self._pat_ids)
         future = self._pat_waiting[query_id] = asyncio.get_running_loop().create_future()
         self.send_to_scheduler.send_pyobj(kind(query_id=query_id, **fields))
-        return await future
+        reply: messages.Reply = await future
+        if reply.code != 200:
+            raise ReconfigureError(reply.code, reply.message)
+        return reply.answer
 
     async def pat_status(self) -> dict[str, Any]:
         """Layout, candidates, load of each group, switches so far, weight version."""
-        reply = await self._pat_ask(messages.StatusQuery)
-        return reply.status | {"weight_version": self.pat_get_weight_version()}
+        status = await self._pat_ask(messages.StatusQuery)
+        return status | {"weight_version": self.pat_get_weight_version()}
 
     async def pat_wait_until_idle(self) -> None:
         """Wait, when all requests are answered, until the coordinator has heard that they have ended: then it has
@@ -123,10 +126,7 @@ class AdaptiveTokenizerManager(RoutedTokenizerManager):
         Raises:
             ReconfigureError: not a candidate (400), a switch is under way (409), aborted (500).
         """
-        reply = await self._pat_ask(messages.Reconfigure, tp=tp, dry_run=dry_run)
-        if reply.code != 200:
-            raise ReconfigureError(reply.code, reply.message)
-        return reply.record or {}
+        return await self._pat_ask(messages.Reconfigure, tp=tp, dry_run=dry_run) or {}
 
     async def pat_lend_ranks(
         self, stride: int, client: str = messages.CLIENT, lease_seconds: float | None = None
@@ -138,18 +138,15 @@ class AdaptiveTokenizerManager(RoutedTokenizerManager):
         Raises:
             ReconfigureError: not with this stride (400), not now (409), aborted (500).
         """
-        reply = await self._pat_ask(messages.LendRanks, stride=stride, client=client, lease_seconds=lease_seconds)
-        if reply.code != 200:
-            raise ReconfigureError(reply.code, reply.message)
-        return reply.record or {}
+        return await self._pat_ask(messages.LendRanks, stride=stride, client=client, lease_seconds=lease_seconds) or {}
 
     async def pat_decide_lending(self, training: Training, client: str = messages.CLIENT) -> dict[str, Any]:
         """Decide as ``Engine.decide_lending`` does, and renew the client's lease."""
-        return (await self._pat_ask(messages.LendingQuery, training=training, client=client)).record or {}
+        return await self._pat_ask(messages.LendingQuery, training=training, client=client)
 
     async def pat_get_trace(self) -> list[dict[str, Any]]:
         """Steps of all replicas since the last call (``sglang_pat.messages.Step``), oldest first; bounded."""
-        return (await self._pat_ask(messages.TraceQuery)).steps
+        return await self._pat_ask(messages.TraceQuery)
 
     async def pat_set_schedule(self, entries: list[Any]) -> dict[str, Any]:
         """Replace the schedule, for the requests sent from now on, by entries with the fields of
@@ -162,7 +159,7 @@ class AdaptiveTokenizerManager(RoutedTokenizerManager):
         self._pat_check_schedule()
         checked = schedule.check(entries, self.server_args.spec.config)
         self.pat_log_begins = False
-        return msgspec.to_builtins((await self._pat_ask(messages.SetSchedule, entries=checked)).state)
+        return msgspec.to_builtins(await self._pat_ask(messages.SetSchedule, entries=checked))
 
     async def pat_get_schedule(self) -> dict[str, Any]:
         """Record of how the schedule went, when it is over or replaced (fields of
@@ -171,7 +168,7 @@ class AdaptiveTokenizerManager(RoutedTokenizerManager):
         Raises as :meth:`pat_set_schedule`.
         """
         self._pat_check_schedule()
-        return msgspec.to_builtins((await self._pat_ask(messages.ScheduleQuery)).state)
+        return msgspec.to_builtins(await self._pat_ask(messages.ScheduleQuery))
 
     def _pat_check_schedule(self) -> None:
         if self.server_args.spec.config.policy != "schedule":

@@ -194,7 +194,7 @@ class SwitchExecutor:
         """Run QUIESCE to RESUME, or go back to the old layout.  No step runs meanwhile: this is the pause."""
         self._phases, self._clock = {}, time.perf_counter()
         old, new = self.layouts.layout, self.config.layout(command.tp, command.stride)
-        report = dict(rank=self.rank, epoch=command.epoch, tp=command.tp)
+        report = dict(rank=self.rank, epoch=command.epoch)
         with forbid_new_resources():
             try:
                 offers, incoming, exchange = self._quiesce(old, new, command)
@@ -290,7 +290,7 @@ class SwitchExecutor:
         self._enter(SwitchState.COMMIT, epoch)
         sent = {leader: offer.sent for leader, offer in offers.items()}
         fence = make_fence(self.rank, sent, [offer.fence for offer in offers.values()])
-        leader = install.find_old_leader(self.rank, self.layouts.layout, new)
+        leader = self.layouts.layout.group_of(new.group_of(self.rank))  # of the group that the new one's comes from
         self.scheduler.enter_layout(new, epoch, fence)
         loop.write_counters(self.scheduler, offers[leader].taken)
         decoding = [req for req, _, _ in incoming.decoding]

@@ -15,18 +15,12 @@ import torch
 
 from sglang_pat.host import batches, grammars, kv, loop, requests, tree
 from sglang_pat.host.requests import Req
-from sglang_pat.layout import ParallelLayout
 from sglang_pat.rank import degrees
 from sglang_pat.switch.requests import IncomingRequests
 from sglang_pat.switch.transfer import upload
 
 if TYPE_CHECKING:
     from sglang_pat.switch.scheduler import SwitchingScheduler
-
-
-def find_old_leader(rank: int, old: ParallelLayout, new: ParallelLayout) -> int:
-    """The old leader whose group the leader of ``rank``'s new group comes from."""
-    return old.group_of(new.group_of(rank))
 
 
 def install_requests(scheduler: SwitchingScheduler, incoming: IncomingRequests) -> None:

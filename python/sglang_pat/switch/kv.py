@@ -1,7 +1,6 @@
 """The KV of live requests from the old pool view to the new one, layer by layer.
 
-:func:`prepare` makes a rank's part of it before anything is moved; its ``run`` moves all layers.  A layer is packed
-(:class:`Parts`), carried to the other ranks (:class:`DirectTransfer`, :class:`AllToAll`, or PAT's way
+A layer is packed (:class:`Parts`), carried to the other ranks (:class:`DirectTransfer`, :class:`AllToAll`, or PAT's way
 :class:`AllGather`) and unpacked there, while the next one is packed.  Which slots and heads go where is in
 ``switch/plan.py``.
 """
@@ -127,17 +126,14 @@ class Staging:
         """
         if max(out, into) > self._largest:
             self._largest = max(out, into)
-            self._empty_cache()
+            self.release()
+            if torch.device(self._device).type == "cuda":
+                # PyTorch's cache of this stream has the buffers of smaller switches, and nobody else's can.
+                torch.cuda.empty_cache()
         for index, size in enumerate([out] * COUNT + [into]):
             if self._buffers[index].numel() < size:
                 self._buffers[index] = torch.empty(0, dtype=torch.uint8, device=self._device)  # first give back
                 self._buffers[index] = torch.empty(size, dtype=torch.uint8, device=self._device)
-
-    def _empty_cache(self) -> None:
-        """Give back the buffers of smaller switches: PyTorch's cache of this stream has them, and nobody else's can."""
-        self.release()
-        if torch.device(self._device).type == "cuda":
-            torch.cuda.empty_cache()
 
     def release(self) -> None:
         self._buffers = [buffer.new_empty(0) for buffer in self._buffers]
@@ -345,10 +341,10 @@ def prepare(
         requests=requests,
     )
     exchange, source = plan.plan_exchange(move, gather), layouts.current.kv
-    sample, dim = source.k[0], sum(source.dims)
-    elements, staying = exchange.count_elements(dim), exchange.moving * exchange.heads * dim
+    sample, size = source.k[0], exchange.heads * sum(source.dims)  # elements of a slot, K and V together
+    elements, staying = exchange.slots * size, exchange.moving * size
     if gather:
-        carrier = AllGather(group, elements, staying, exchange.most * exchange.heads * dim, sample)
+        carrier = AllGather(group, elements, staying, exchange.most * size, sample)
     elif layouts.windows is not None:
         carrier = DirectTransfer(group, layouts.windows, members, elements, staying, sample.dtype)
     else:

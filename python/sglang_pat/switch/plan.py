@@ -222,22 +222,17 @@ def list_head_slices(
     first, count = compute_kv_head_range(kv_heads, new, dst)
     result: list[HeadSlice] = []
     for group in sorted({old.group_of(m) for m in members}):
-        holders = [m for m in members if old.group_of(m) == group]
+        held = {m: compute_kv_head_range(kv_heads, old, m) for m in members if old.group_of(m) == group}
         chosen: dict[int, list[int]] = {}
         for head in range(first, first + count):
-            having = [m for m in holders if _has_head(kv_heads, old, m, head)]
+            having = [m for m, (begin, size) in held.items() if begin <= head < begin + size]
             source = dst if dst in having else having[members.index(dst) % len(having)]
             chosen.setdefault(source, []).append(head)
         for src, heads in sorted(chosen.items()):
             assert heads == list(range(heads[0], heads[0] + len(heads))), "heads of a source are contiguous"
-            src_first, _ = compute_kv_head_range(kv_heads, old, src)
+            src_first, _ = held[src]
             result.append(HeadSlice(src, dst, heads[0] - src_first, heads[0] - first, len(heads)))
     return result
-
-
-def _has_head(kv_heads: int, layout: ParallelLayout, rank: int, head: int) -> bool:
-    first, count = compute_kv_head_range(kv_heads, layout, rank)
-    return first <= head < first + count
 
 
 # -- which KV slots go where ---------------------------------------------------------------------------
@@ -271,14 +266,6 @@ class ExchangePlan:
     most: int
     place: np.ndarray
 
-    def count_elements(self, dim: int) -> np.ndarray:
-        """Number of elements that each member sends to each in one layer, int64 ``[members, members]``.
-
-        Args:
-            dim: number of elements of K and V together of one head in one slot.
-        """
-        return self.slots * self.heads * dim
-
     @property
     def moving(self) -> int:
         """Number of slots whose content moves within this rank."""
@@ -306,20 +293,10 @@ class KvMove:
     rows: Sequence[np.ndarray]
     requests: Sequence[LiveRequest]
 
-    def list_slices(self, dst: int) -> list[HeadSlice]:
-        """Head slices that ``dst`` needs from the members."""
-        return list_head_slices(self.old, self.new, self.kv_heads, self.members, dst)
-
     def list_outgoing_slots(self, dest: int) -> np.ndarray:
         """Slots of the old pool view that go from this rank's old group to new group ``dest``, each once."""
-        parts = [
-            row[request.shared :]
-            for row, new_row, request in zip(
-                self.rows, self.plans[dest].rows[self.old.group_of(self.rank)], self.requests, strict=True
-            )
-            if new_row is not None
-        ]
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        planned = self.plans[dest].rows[self.old.group_of(self.rank)]
+        return match_slots(self.requests, list_slots_once(self.requests, self.rows), planned)[0]
 
     def list_incoming_slots(self, source: int) -> np.ndarray:
         """Slots of the plan for the KV that comes from old group ``source`` to this rank's new group."""
@@ -335,7 +312,8 @@ def plan_exchange(move: KvMove, gather: bool = False) -> ExchangePlan:
         gather: whether KV moves in PAT's way (section 4.3, Fig. 7), to compare with: nothing stays in place.
     """
     old, new, members, rank = move.old, move.new, move.members, move.rank
-    slices = {(s.src, s.dst): s for dst in members for s in move.list_slices(dst)}
+    needed = (list_head_slices(old, new, move.kv_heads, members, dst) for dst in members)
+    slices = {(s.src, s.dst): s for of_one in needed for s in of_one}
     counts = {s.count for s in slices.values()}
     assert len(counts) == 1, f"slices of one switch have one size, got {counts}"
     between = [[src != dst and (src, dst) in slices for dst in members] for src in members]

@@ -1,7 +1,6 @@
 """The requests of a group across a switch: found with their KV, offered to the new groups, and rebuilt there.
 
-In this order below.  A request travels as a capsule (:class:`Capsule`): the tokenized request as it came in, plus
-everything that has happened to it since.  What that is of SGLang's ``Req`` is in ``host/requests.py``.
+A request travels as a capsule (:class:`Capsule`).  What that holds of SGLang's ``Req`` is in ``host/requests.py``.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ class UnsentLogprobs:
 
 @dataclass
 class Capsule:
-    """One request on its way to new ranks.
+    """One request on its way to new ranks: as it came in, and everything that has happened to it since.
 
     Attributes:
         sealed: the tokenized request as the TokenizerManager sent it, and its prompt (:func:`pickle_request`).
