@@ -27,7 +27,6 @@ from torch.overrides import TorchFunctionMode
 
 from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign
-from sglang_pat.host.contract import SglangScheduler
 from sglang_pat.host.experts import PiecewiseExperts, find_reason_against
 from sglang_pat.rank.shards import WHOLE, Block, ShardError, ShardSpec
 
@@ -122,7 +121,7 @@ def has_experts(model: torch.nn.Module) -> bool:
     return any(isinstance(module, FusedMoE) for module in model.modules())
 
 
-def has_dummy_weights(scheduler: SglangScheduler) -> bool:
+def has_dummy_weights(scheduler: Any) -> bool:
     """Whether the weights are made up (``--load-format dummy``)."""
     return scheduler.server_args.load_format == "dummy"
 

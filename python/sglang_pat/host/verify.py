@@ -25,7 +25,6 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang_pat.host import adapter, kv
 from sglang_pat.host.assign import assign
 from sglang_pat.host.batches import fill_rows, make_batch
-from sglang_pat.host.contract import SglangScheduler
 from sglang_pat.host.fixes import penalties
 from sglang_pat.messages import get_most_drafts
 from sglang_pat.speculate.drafter import count_right
@@ -77,7 +76,7 @@ class Checked:
 
 
 def check(
-    scheduler: SglangScheduler,
+    scheduler: Any,
     batch: ScheduleBatch,
     drafts: Sequence[Sequence[int]],
     forward: Callable[[ScheduleBatch], Any],
@@ -106,14 +105,14 @@ def check(
     return Checked(step, result, batch.reqs, drafts, slots, right)
 
 
-def _take_slots(scheduler: SglangScheduler, count: int) -> torch.Tensor | None:
+def _take_slots(scheduler: Any, count: int) -> torch.Tensor | None:
     """KV slots for ``count`` drafts, int64 ``[count]``; None if there are not so many."""
     evict_from_tree_cache(scheduler.tree_cache, count)
     return scheduler.token_to_kv_pool_allocator.alloc(count)
 
 
 def _expand(
-    scheduler: SglangScheduler, batch: ScheduleBatch, drafts: Sequence[Sequence[int]], slots: torch.Tensor
+    scheduler: Any, batch: ScheduleBatch, drafts: Sequence[Sequence[int]], slots: torch.Tensor
 ) -> ScheduleBatch:
     """The step's batch, with the rows of each request one after the other; its drafts get ``slots``."""
     counts = [len(drafted) + 1 for drafted in drafts]
@@ -142,7 +141,7 @@ def _expand(
     return step
 
 
-def _advance(scheduler: SglangScheduler, batch: ScheduleBatch, right: Sequence[int], last: Sequence[int]) -> None:
+def _advance(scheduler: Any, batch: ScheduleBatch, right: Sequence[int], last: Sequence[int]) -> None:
     """Have ``batch`` go on after its ``last`` tokens, with as many more tokens of KV as drafts were ``right``."""
     more, tokens = upload([right, last], torch.int64, batch.device).unbind()
     assign(
@@ -155,7 +154,7 @@ def _advance(scheduler: SglangScheduler, batch: ScheduleBatch, right: Sequence[i
     adapter.rank.set_last_tokens(scheduler, batch, tokens)
 
 
-def process(scheduler: SglangScheduler, checked: Checked, process_step: Callable[[ScheduleBatch, Any], None]) -> None:
+def process(scheduler: Any, checked: Checked, process_step: Callable[[ScheduleBatch, Any], None]) -> None:
     """Process the first token of each request, then the second of those that have one and go on, and so on.
 
     Args:
@@ -199,7 +198,7 @@ def _select(values: Any, rows: list[int]) -> Any:
     return [values[row] for row in rows] if values else values
 
 
-def _free_unused(scheduler: SglangScheduler, checked: Checked, used: Sequence[int]) -> None:
+def _free_unused(scheduler: Any, checked: Checked, used: Sequence[int]) -> None:
     """Free the slots of all drafts but those whose rows are ``used``, which are the requests' own now."""
     unused, at = [], 0
     for drafted, rows in zip(checked.drafts, used, strict=True):
