@@ -116,7 +116,12 @@ def is_decode(batch: ScheduleBatch) -> bool:
 
 def count_step_tokens(batch: ScheduleBatch) -> int:
     """Number of tokens that a step attends to, if it decodes, or computes, if it prefills."""
-    return adapter.rank.count_attended(batch) if is_decode(batch) else int(batch.extend_num_tokens or 0)
+    return count_attended(batch) if is_decode(batch) else int(batch.extend_num_tokens or 0)
+
+
+def count_attended(batch: ScheduleBatch) -> int:
+    """Number of tokens that a decode step of ``batch`` attends to."""
+    return 0 if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu.sum())
 
 
 def read_sampled_tokens(batch: ScheduleBatch, result: Any) -> tuple[list[str], list[int]] | None:

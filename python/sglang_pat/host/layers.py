@@ -66,7 +66,7 @@ def list_checkpoint_parts(module: torch.nn.Module, spec: ShardSpec) -> dict[str 
 
 def _make_spec(module_name: str, module: torch.nn.Module, name: str) -> ShardSpec:
     """The :class:`ShardSpec` of the parameter ``name`` of ``module``."""
-    if adapter.rank.is_replicated(module):
+    if getattr(module, "parallel_group", None) == "replicated":  # a linear layer of SGLang 0.5.23
         return WHOLE
     if isinstance(module, FusedMoE):
         if why := find_reason_against(module):
@@ -91,7 +91,8 @@ def _make_spec(module_name: str, module: torch.nn.Module, name: str) -> ShardSpe
         return WHOLE if name == "bias" else ShardSpec(1, (Block(module.input_size),))
     if isinstance(module, VocabParallelEmbedding):
         return ShardSpec(0, (Block(module.num_embeddings_padded),))
-    if (tp := adapter.rank.get_degree(module)) > 1:
+    group = getattr(module, "tp_group", None)  # where SGLang 0.5.23 keeps the degree of a linear layer
+    if (tp := getattr(module, "tp_size", 1) if group is None else group.world_size) > 1:
         raise ShardError(module_name, tp, f"it is not known how {type(module).__name__} is sharded")
     return WHOLE
 

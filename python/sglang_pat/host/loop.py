@@ -8,7 +8,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign
-from sglang_pat.host.batches import PROCESSED
+from sglang_pat.host.batches import PROCESSED, count_attended
 
 # -- the requests ------------------------------------------------------------------------------------------------------
 
@@ -23,7 +23,7 @@ def drain(scheduler: Any) -> None:
     adapter.rank.settle(scheduler)
     last = scheduler.last_batch
     if last is not None and last.forward_mode.is_extend():
-        adapter.rank.leave_out(last, [r for r in (scheduler.chunked_req, last.chunked_req) if r])
+        last.filter_batch([r for r in (scheduler.chunked_req, last.chunked_req) if r])
         if not last.is_empty():
             if scheduler.running_batch.is_empty():
                 assign(scheduler, running_batch=last)
@@ -111,7 +111,7 @@ def list_running_with_last(scheduler: Any) -> list[Req]:
 def count_decoding_tokens(scheduler: Any) -> int:
     """Number of tokens that the next decode step attends to."""
     decoding = scheduler.running_batch
-    return adapter.rank.count_attended(decoding) if decoding.reqs else 0
+    return count_attended(decoding) if decoding.reqs else 0
 
 
 def count_running(scheduler: Any) -> int:

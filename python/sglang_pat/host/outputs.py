@@ -35,8 +35,8 @@ def open_push_socket(context: zmq.Context, address: str) -> Any:
 
 
 class ControlSender:
-    """Stands for SGLang's ``send_to_tokenizer`` on a leader: replies go through the coordinator,
-    which merges those of all leaders into one.
+    """Stands for SGLang's ``send_to_tokenizer``: while its rank :attr:`leads` a group, replies go through the
+    coordinator, which merges those of all leaders into one.
 
     Args:
         send: sends a reply to the coordinator.
@@ -45,12 +45,15 @@ class ControlSender:
     """
 
     def __init__(self, send: Callable[[Any], None], end_waiting: Callable[[AbortReq, Req], None]) -> None:
+        self.leads = True
         self._send = send
         self._end_waiting = end_waiting
 
     def send_output(self, output: Any, recv_obj: Any = None) -> None:
         if isinstance(output, AbortReq) and isinstance(recv_obj, Req) and recv_obj.output_ids:
-            self._end_waiting(output, recv_obj)
+            self._end_waiting(output, recv_obj)  # followers, too: they end what the leader ends
+            return
+        if not self.leads:
             return
         if isinstance(recv_obj, BaseReq) and recv_obj.http_worker_ipc is not None and output.http_worker_ipc is None:
             assign(output, http_worker_ipc=recv_obj.http_worker_ipc)

@@ -18,7 +18,7 @@ from sglang_pat.host.requests import count_prompt, count_tokens, get_tokens
 
 def keeps_kv(scheduler: Any) -> bool:
     """Whether there is a tree that keeps anything (``--disable-radix-cache``)."""
-    return adapter.rank.has_tree(scheduler) and not scheduler.tree_cache.disable
+    return not scheduler.tree_cache.disable
 
 
 def get_root(scheduler: Any) -> Any | None:
@@ -85,7 +85,7 @@ def inject(scheduler: Any, prompts: list[list[int]]) -> None:
     tokens (a mixture's time depends on how many experts they choose).  Prompts that do not fit beside the live
     requests are left out, and so are all where the tree keeps nothing (``--disable-radix-cache``).
     """
-    if not adapter.rank.has_tree(scheduler):
+    if not keeps_kv(scheduler):
         return
     tree = scheduler.tree_cache
     allocator = tree.token_to_kv_pool_allocator

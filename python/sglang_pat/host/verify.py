@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_pat.host import adapter, kv
 from sglang_pat.host.assign import assign
-from sglang_pat.host.batches import fill_rows, make_batch
+from sglang_pat.host.batches import count_attended, fill_rows, make_batch
 from sglang_pat.host.fixes import penalties
 from sglang_pat.messages import get_most_drafts
 from sglang_pat.speculate.drafter import count_right
@@ -150,7 +150,7 @@ def _advance(scheduler: Any, batch: ScheduleBatch, right: Sequence[int], last: S
         seq_lens_cpu=batch.seq_lens_cpu + torch.tensor(right, dtype=torch.int64),
         orig_seq_lens=batch.orig_seq_lens + more.to(batch.orig_seq_lens.dtype),
     )
-    adapter.rank.add_attended(batch, sum(right))
+    assign(batch, seq_lens_sum=count_attended(batch))  # SGLang 0.5.23 sums up in each step
     adapter.rank.set_last_tokens(scheduler, batch, tokens)
 
 

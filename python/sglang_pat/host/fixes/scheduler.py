@@ -94,12 +94,13 @@ class PartlyMendedScheduler(Scheduler):
             for req, rid in others:
                 assign(req, rid=rid)
 
-    def prepare_end(self, abort: AbortReq, req: Req) -> None:
-        """Prepare ``req``, which waits with tokens and is aborted, for its last output: all of them go to the client,
-        as of one that runs (docs/upstream/aborted_while_waiting.md)."""
+    def end_waiting(self, abort: AbortReq, req: Req) -> None:
+        """End ``req``, which waits with tokens and is aborted: all tokens go to the client, as of one that runs
+        (docs/upstream/aborted_while_waiting.md)."""
         outputs.abort(abort, req)
         if req.return_routed_experts:  # docs/upstream/experts_of_waiting.md
             outputs.collect_experts(req, tree.find_kv(self, req))
+        self.send_last(req)
 
     def remember_penalties(self, batch: ScheduleBatch | None) -> None:
         """Have the penalties of a prefill ``batch`` count the tokens that its requests have generated already.
