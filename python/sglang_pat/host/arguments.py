@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -56,45 +56,26 @@ logger = logging.getLogger(__name__)
 PLANNED_FRACTION = 0.98
 """``mem_fraction_static`` where ranks share memory: the plan decides there, and SGLang's limit is out of its way."""
 
-_DEFAULT: dict[str, Any] = {setting.field: setting.default for setting in SETTINGS}
+INTERNAL = ("pat_fraction_given", "pat_graphs_given", "pat_in_a_job")
+"""Fields without a flag: whether ``mem_fraction_static`` and the sizes of decode graphs are the user's, which is set
+here, and whether a framework has launched the engine, whose log shows only our lines below an error (``attach``)."""
+
+FIELDS: list[tuple[str, Any, Any]] = [
+    *((one.field, str | None if one.default is None else type(one.default), one.default) for one in SETTINGS),
+    *((name, bool, False) for name in ("adaptive_tp", *INTERNAL)),
+]
+"""Name, type and default of the adaptive engine's fields, all of them plain values."""
 
 
-@dataclass(init=False, repr=False, eq=False)
-class AdaptiveFields:
-    """SGLang's ``ServerArgs`` with the adaptive engine's fields (all plain values)."""
-
-    adaptive_tp: bool = False
-    pat_candidates: str | None = _DEFAULT["pat_candidates"]
-    pat_policy: str | None = _DEFAULT["pat_policy"]
-    pat_switch_at: int = _DEFAULT["pat_switch_at"]
-    pat_weights: str = _DEFAULT["pat_weights"]
-    pat_kv: str = _DEFAULT["pat_kv"]
-    pat_kv_exchange: str = _DEFAULT["pat_kv_exchange"]
-    pat_profile: str | None = _DEFAULT["pat_profile"]
-    pat_profile_as_is: bool = _DEFAULT["pat_profile_as_is"]
-    pat_calibrate: int = _DEFAULT["pat_calibrate"]
-    pat_log: str | None = _DEFAULT["pat_log"]
-    pat_cpu_overlap: bool = _DEFAULT["pat_cpu_overlap"]
-    pat_gpu_order: str = _DEFAULT["pat_gpu_order"]
-    pat_speculate: str = _DEFAULT["pat_speculate"]
-    pat_draft_model: str | None = _DEFAULT["pat_draft_model"]
-    pat_fraction_given: bool = False
-    """Whether ``mem_fraction_static`` is the user's, and not SGLang's default; set here."""
-    pat_in_a_job: bool = False
-    """Whether a framework has launched the engine, whose log shows only our lines below an error; set by ``attach``."""
-    pat_graphs_given: bool = False
-    """Whether the sizes of decode graphs are the user's; set here."""
+class AdaptiveMethods:
+    """SGLang's ``ServerArgs`` with the adaptive engine's :data:`FIELDS`."""
 
     _spec = None  # no field: SGLang shows these to clients
 
     @staticmethod
     def add_cli_args(parser) -> None:
         ServerArgs.add_cli_args(parser)
-        parser.set_defaults(
-            pat_fraction_given=False,
-            pat_in_a_job=False,
-            pat_graphs_given=False,
-        )
+        parser.set_defaults(**dict.fromkeys(INTERNAL, False))
         add_flags(parser)
 
     @property
@@ -152,10 +133,10 @@ def _fill_in(args: Any, fill_in: Callable[[], None]) -> None:
 
 if TYPE_CHECKING:
 
-    class AdaptiveServerArgs(AdaptiveFields, ServerArgs): ...
+    class AdaptiveServerArgs(AdaptiveMethods, ServerArgs): ...
 
 else:
-    AdaptiveServerArgs = adapter.arguments.make_class("AdaptiveServerArgs", AdaptiveFields, _fill_in)
+    AdaptiveServerArgs = adapter.arguments.make_class("AdaptiveServerArgs", AdaptiveMethods, FIELDS, _fill_in)
 
 
 def make_arguments(**fields: Any) -> AdaptiveServerArgs:

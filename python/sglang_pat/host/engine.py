@@ -103,12 +103,13 @@ class LaunchedEngine(stock.Engine):
             infos.extend(processes.wait_until_ready(started)[1:])
             job_log.info(start_line(config))
 
-        def wait_for_completion() -> None:
+        def join() -> None:
             for process in children:
                 process.join()
 
+        waits = {"wait_for_ready": wait_for_ready, adapter.engine.JOIN: join}
         pids = [process.pid for process in children]
-        return adapter.engine.make_result(infos, pids, wait_for_ready, wait_for_completion), children
+        return stock.SchedulerInitResult(scheduler_infos=infos, all_child_pids=pids, **waits), children
 
     @classmethod
     def _launch_detokenizer_subprocesses(cls, server_args, port_args, run_detokenizer_process_func):

@@ -64,25 +64,16 @@ def make_view(
     if ratio == 1:
         return pool, allocator
     view, heads = copy.copy(pool), pool.head_num // ratio
-    k, v = ([_reshape(layer, ratio) for layer in layers] for layers in (pool.k_buffer, pool.v_buffer))
+    buffers = pool.k_buffer, pool.v_buffer
+    k, v = ([layer.view(-1, heads, layer.shape[2]) for layer in layers] for layers in buffers)
     size = (pool.size + pool.page_size) * ratio - pool.page_size
     assign(view, head_num=heads, size=size, k_buffer=k, v_buffer=v)
     adapter.rank.fill_view(view, heads)
     return view, TokenToKVPoolAllocator(view.size, allocator.dtype, allocator.device, view, allocator.need_sort)
 
 
-def _reshape(layer: torch.Tensor, ratio: int) -> torch.Tensor:
-    slots, heads, dim = layer.shape
-    return layer.view(slots * ratio, heads // ratio, dim)
-
-
 def count_slots(allocator: TokenToKVPoolAllocator) -> int:
     return allocator.size
-
-
-def set_allocator(scheduler: Any, allocator: TokenToKVPoolAllocator) -> None:
-    """Have the scheduler and its tree take slots from ``allocator``."""
-    adapter.rank.set_allocator(scheduler, allocator)
 
 
 # -- which slots are taken ---------------------------------------------------------------------------------------------
@@ -162,7 +153,7 @@ def lose_kv(req: Req) -> None:
 
 def describe_account(req: Req) -> tuple:
     """Values by which SGLang decides about one request, the same on all ranks of a group."""
-    entered, outputs = requests.get_entry_time(req), requests.count_output(req)
+    entered, outputs = requests.get_entry_time(req), len(req.output_ids)
     return req.rid, req.priority, entered, outputs, count_kv(req), adapter.rank.get_kv_record(req).cache_protected_len
 
 
@@ -191,14 +182,9 @@ def write_rows(scheduler: Any, reqs: Sequence[Req], rows: Sequence[np.ndarray]) 
     pool.req_to_token[places, : padded.shape[1]] = upload(padded, torch.int32, device)
     prefixes = upload(np.concatenate(rows), torch.int64, device).split([len(row) for row in rows])
     for req, prefix in zip(reqs, prefixes, strict=True):
-        _write_kv(req, prefix)
-
-
-def _write_kv(req: Req, slots: torch.Tensor) -> None:
-    """Write where the KV lies of a request that is about to decode."""
-    length = len(slots)
-    assign(adapter.rank.get_kv_record(req), kv_committed_len=length, kv_allocated_len=length)
-    adapter.rank.write_extent(req, requests.get_tokens(req)[:length], slots)
-    # SGLang says so when it prefills a request again, which is not needed where all its KV is in the tree; else it
-    # would drop each of the tokens, and the request would decode for ever.
-    assign(req, is_retracted=False)
+        length = len(prefix)
+        assign(adapter.rank.get_kv_record(req), kv_committed_len=length, kv_allocated_len=length)
+        adapter.rank.write_extent(req, requests.get_tokens(req)[:length], prefix)
+        # SGLang says so when it prefills a request again, which is not needed where all its KV is in the tree; else it
+        # would drop each of the tokens, and the request would decode for ever.
+        assign(req, is_retracted=False)

@@ -86,12 +86,6 @@ def list_requests(scheduler: Any) -> tuple[list[Req], list[Req]]:
     return list(scheduler.running_batch.reqs), waiting
 
 
-def count_waiting(scheduler: Any) -> int:
-    """Number of requests that wait, as :func:`list_requests` has them."""
-    compiling = scheduler.grammar_manager.grammar_queue
-    return len(scheduler.waiting_queue) + len(compiling) + (scheduler.chunked_req is not None)
-
-
 def list_running_with(scheduler: Any, batch: ScheduleBatch | None) -> list[Req]:
     """Requests that run, with those of ``batch``, which is about to run, but for one in the middle of its prefill."""
     running = scheduler.running_batch.reqs
@@ -102,10 +96,7 @@ def list_running_with(scheduler: Any, batch: ScheduleBatch | None) -> list[Req]:
 
 def list_running_with_last(scheduler: Any) -> list[Req]:
     """Requests that run between two steps; what the last one prefilled is about to decode."""
-    last, running = scheduler.last_batch, list(scheduler.running_batch.reqs)
-    if last is not None and last is not scheduler.running_batch:
-        running += [req for req in last.reqs if req is not scheduler.chunked_req and req not in running]
-    return running
+    return list({id(req): req for req in list_running_with(scheduler, scheduler.last_batch)}.values())
 
 
 def count_decoding_tokens(scheduler: Any) -> int:

@@ -9,29 +9,21 @@ from typing import Any
 import zmq
 from sglang.srt.managers.io_struct import AbortReq, BaseReq, BatchTokenIDOutput
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.utils.network import get_zmq_socket
 
 from sglang_pat.host.assign import assign
 
 
-def list_names(output: Any) -> list[str]:
-    """Names of the requests whose tokens are in ``output``; empty for one without tokens."""
-    return (output.rids or []) if isinstance(output, BatchTokenIDOutput) else []
-
-
 def list_told(output: Any, reqs: Iterable[Req]) -> list[Req]:
     """The requests whose tokens are in ``output``, which is about some of ``reqs``, in their order."""
+    if not isinstance(output, BatchTokenIDOutput):  # it has no tokens
+        return []
     remaining = iter(reqs)
-    return [next(req for req in remaining if req.rid == name) for name in list_names(output)]
+    return [next(req for req in remaining if req.rid == name) for name in output.rids or ()]
 
 
 def add_info(output: BatchTokenIDOutput, key: str, values: list[Any]) -> None:
     """Add ``values``, one for each request of the output, to what their clients get as ``meta_info[key]``."""
     assign(output, customized_info=(output.customized_info or {}) | {key: values})
-
-
-def open_push_socket(context: zmq.Context, address: str) -> Any:
-    return get_zmq_socket(context, zmq.PUSH, address, False)
 
 
 class ControlSender:

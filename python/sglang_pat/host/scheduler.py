@@ -153,7 +153,7 @@ class AdaptiveScheduler(RankScheduler):
             self.channel.send(left)
         runtime = self.layouts.install(layout)
         groups.set_scheduler_group(self, self.layouts.groups.get_tp_group(layout), runtime.tp_rank, layout.tp)
-        kv.set_allocator(self, runtime.parts.allocator)
+        adapter.rank.set_allocator(self, runtime.parts.allocator)
         self.clear_pools()
         self.output.fence = fence
         self.lead(self.is_leader)

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign
-from sglang_pat.host.requests import count_prompt, count_tokens, get_tokens
+from sglang_pat.host.requests import get_tokens
 
 
 def keeps_kv(scheduler: Any) -> bool:
@@ -42,7 +42,7 @@ def count_kept(scheduler: Any, req: Req) -> int:
     """
     if req.positional_embed_overrides is not None:
         return 0
-    return count_prompt(req) if scheduler.server_args.strip_thinking_cache else count_tokens(req)
+    return len(req.origin_input_ids) if scheduler.server_args.strip_thinking_cache else req.seqlen
 
 
 def leave_kv(scheduler: Any, req: Req, slots: np.ndarray) -> tuple[int, np.ndarray, Any]:

@@ -174,7 +174,7 @@ def serialize_request(req: Req, learnt: Learnt | None = None) -> Capsule:
         degrees=req.pat_degrees,
         drafts=req.pat_drafts,
         learnt=learnt,
-        experts=host.get_kept_experts(req),
+        experts=getattr(req, "pat_experts", None),
     )
 
 

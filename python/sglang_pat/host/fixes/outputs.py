@@ -17,7 +17,6 @@ from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
 from sglang_pat.host import adapter, kv
 from sglang_pat.host.assign import assign
-from sglang_pat.host.requests import get_kept_experts
 from sglang_pat.rank import degrees
 
 
@@ -76,7 +75,7 @@ def collect_experts(req: Req, slots: torch.Tensor) -> None:
     if (capturer := get_global_experts_capturer()) is None:
         return
     start = min(req.routed_experts_start_len, req.seqlen - 1)
-    rows = get_kept_experts(req)
+    rows = getattr(req, "pat_experts", None)
     if len(slots) == req.seqlen - 1:
         rows = capturer.host_cache.buffer[slots[start:].cpu()]
     if rows is not None and len(rows) == req.seqlen - 1 - start:

@@ -15,6 +15,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import AbortReq, ProfileReq, ProfileReqOutput
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.sampling import penaltylib
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils.watchdog import WatchdogRaw
 
@@ -42,8 +43,8 @@ class PartlyMendedScheduler(Scheduler):
         self.dropped = Dropped(args.enable_metrics)
         self._paused_turns = 0
         float32.force_float32(args)
-        penalties.fix_order()
-        stop_patterns.install_bounded_tail()
+        assign(penaltylib, BatchedPenalizerOrchestrator=penalties.OrderedPenalties)
+        assign(Req, tail_str=stop_patterns.tail_str)
         outputs.keep_experts()
         super().__init__(**kwargs)
 

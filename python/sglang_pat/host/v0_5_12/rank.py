@@ -60,15 +60,13 @@ def init_layers(args: ServerArgs, config: ModelConfig) -> None:
 
 # -- groups, ranks and sizes: in globals, and copied into scheduler, worker and runner ---------------------------------
 
-TP_GLOBALS = ("_TP", "_ATTN_TP", "_MOE_TP")
-"""Globals of ``parallel_state`` that follow the layout."""
-
-SINGLE_GLOBALS = ("_PP", "_ATTN_CP", "_MOE_DP", "_MOE_EP")
-"""Globals of ``parallel_state`` that are always groups of one rank (the degrees refused at start)."""
-
 
 def set_global_groups(tp: GroupCoordinator, single: GroupCoordinator) -> None:
-    assign(parallel_state, **dict.fromkeys(TP_GLOBALS, tp), **dict.fromkeys(SINGLE_GLOBALS, single))
+    """Have SGLang's layers reduce in ``tp``; they look it up when they are called.
+
+    The degrees that are refused at start always have the group ``single`` of one rank.
+    """
+    assign(parallel_state, _TP=tp, _ATTN_TP=tp, _MOE_TP=tp, _PP=single, _ATTN_CP=single, _MOE_DP=single, _MOE_EP=single)
 
 
 def set_scheduler_group(scheduler: Any, group: GroupCoordinator, tp_rank: int, tp: int) -> None:
@@ -77,6 +75,7 @@ def set_scheduler_group(scheduler: Any, group: GroupCoordinator, tp_rank: int, t
 
 
 def set_runner_group(worker: Any, runner: Any, group: GroupCoordinator, tp_rank: int, tp: int) -> None:
+    """Make a worker and its model runner rank ``tp_rank`` of this group of ``tp`` ranks."""
     assign(runner, tp_group=group, attention_tp_group=group)
     for owner in (worker, runner):
         assign(owner, tp_rank=tp_rank, tp_size=tp)
@@ -205,6 +204,7 @@ def copy_allocator(allocator: TokenToKVPoolAllocator) -> TokenToKVPoolAllocator:
 
 
 def set_allocator(scheduler: Any, allocator: TokenToKVPoolAllocator) -> None:
+    """Have the scheduler and its tree take slots from ``allocator``."""
     assign(scheduler, token_to_kv_pool_allocator=allocator, max_total_num_tokens=allocator.size)
     assign(scheduler.tree_cache, token_to_kv_pool_allocator=allocator)
 

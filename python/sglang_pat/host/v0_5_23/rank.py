@@ -72,24 +72,21 @@ def init_layers(args: ServerArgs, config: ModelConfig) -> None:
 
 # -- groups, ranks and sizes: in SGLang's ``ParallelContext``, which layers and schedulers read on each call -----------
 
-FOLLOWING = ("tp", "attn_tp", "moe_tp")
-"""Dimensions of the context that follow the layout: each has a group, a rank and a size."""
-
-SINGLE = ("pp", "attn_cp", "moe_dp", "moe_ep")
-"""Dimensions that are always of one rank (the degrees refused at start)."""
-
 
 def set_global_groups(tp: GroupCoordinator, single: GroupCoordinator) -> None:
+    """Have SGLang's layers reduce in ``tp``; they look it up when they are called.
+
+    The degrees that are refused at start always have the group ``single`` of one rank.
+    """
     # SGLang checks that groups, ranks and sizes agree, so all are set at once.  CUDA graphs are captured in the groups
     # that ``parallel_state`` has beside the context.
-    values: dict[str, Any] = {"shared_experts_tp_group": tp}
-    for name in FOLLOWING:
-        values |= {f"{name}_group": tp, f"{name}_rank": tp.rank_in_group, f"{name}_size": tp.world_size}
-    for name in SINGLE:
-        values[f"{name}_group"] = single
+    groups = dict.fromkeys(("tp", "attn_tp", "moe_tp", "shared_experts_tp"), tp)
+    groups |= dict.fromkeys(("pp", "attn_cp", "moe_dp", "moe_ep"), single)
+    values: dict[str, Any] = {f"{name}_group": group for name, group in groups.items()}
+    for name in ("tp", "attn_tp", "moe_tp"):
+        values |= {f"{name}_rank": tp.rank_in_group, f"{name}_size": tp.world_size}
     get_parallel().override_permanently(**values)
-    globals_ = {f"_{name.upper()}": tp for name in (*FOLLOWING, "shared_experts_tp")}
-    assign(parallel_state, **globals_, **{f"_{name.upper()}": single for name in SINGLE})
+    assign(parallel_state, **{f"_{name.upper()}": group for name, group in groups.items()})
 
 
 def set_scheduler_group(scheduler: Any, group: GroupCoordinator, tp_rank: int, tp: int) -> None:
@@ -98,6 +95,7 @@ def set_scheduler_group(scheduler: Any, group: GroupCoordinator, tp_rank: int, t
 
 
 def set_runner_group(worker: Any, runner: Any, group: GroupCoordinator, tp_rank: int, tp: int) -> None:
+    """Make a worker and its model runner rank ``tp_rank`` of this group of ``tp`` ranks."""
     assign(runner.load_config, tp_rank=tp_rank)  # all else they ask the context
 
 
@@ -243,6 +241,7 @@ def copy_allocator(allocator: TokenToKVPoolAllocator) -> TokenToKVPoolAllocator:
 
 
 def set_allocator(scheduler: Any, allocator: TokenToKVPoolAllocator) -> None:
+    """Have the scheduler and its tree take slots from ``allocator``."""
     # A dozen components hold the scheduler's own allocator, some of them frozen: it stays, and becomes this one, once
     # its slots are freed (``clear_pools``).
     live, size = scheduler.token_to_kv_pool_allocator, allocator.size
