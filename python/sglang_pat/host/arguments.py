@@ -42,7 +42,7 @@ from sglang_pat.launch.refusals import (
     refuse_kind,
     refuse_routed_experts,
 )
-from sglang_pat.launch.spec import Deployment, EngineSpec, resolve_spec
+from sglang_pat.launch.spec import EngineSpec, resolve_spec
 from sglang_pat.layout import ParallelLayout, choose_default_degrees, list_candidate_layouts
 from sglang_pat.memory.memory_plan import Demand, MemoryPlan
 from sglang_pat.memory.shapes import ModelShape
@@ -190,7 +190,7 @@ def prepare_start(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
     check_overrides()
     get_private_folder()
     args = resolve(args)
-    spec = resolve_spec(read_deployment(args))
+    spec = make_spec(args)
     view = make_outer_view(args if spec.memory is None else set_pool_size(args, spec.memory), spec)
     if args.device == "cuda":
         for line in format_gpu_lines(args, spec):
@@ -221,17 +221,17 @@ def make_rank_view(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
 # -- what is read of SGLang's arguments and of its view of a model -----------------------------------------------------
 
 
-def read_deployment(args: AdaptiveServerArgs) -> Deployment:
-    """Model, machine and flags that the :class:`EngineSpec` is computed from, as plain values."""
+def make_spec(args: AdaptiveServerArgs) -> EngineSpec:
+    """The specification of an engine with these arguments; raises as :func:`~sglang_pat.launch.spec.resolve_spec`."""
     config = args.read_config()
-    return Deployment(
+    return resolve_spec(
         config=config,
         fingerprint=None if config.profile is None else make_fingerprint(args, config),
         demand=make_demand(args, config),
         device=args.device,
-        graph_sizes=adapter.arguments.list_graph_sizes(args),
-        graphs_given=args.pat_graphs_given,
-        graphs=_has_graphs(args),
+        captured=adapter.arguments.list_graph_sizes(args),
+        captured_given=args.pat_graphs_given,
+        has_graphs=_has_graphs(args),
         first_gpu=args.base_gpu_id,
         gpu_step=args.gpu_id_step,
         shared=sharing.is_gpu_shared(),

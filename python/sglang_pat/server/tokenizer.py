@@ -123,10 +123,7 @@ class AdaptiveTokenizerManager(RoutedTokenizerManager):
         Raises:
             ReconfigureError: not a candidate (400), a switch is under way (409), aborted (500).
         """
-        reply = await self._pat_ask(messages.Reconfigure, tp=tp, dry_run=dry_run)
-        if reply.code != 200:
-            raise ReconfigureError(reply.code, reply.message)
-        return reply.record or {}
+        return await self._pat_ask_to_switch(messages.Reconfigure, tp=tp, dry_run=dry_run)
 
     async def pat_lend_ranks(
         self, stride: int, client: str = messages.CLIENT, lease_seconds: float | None = None
@@ -138,7 +135,11 @@ class AdaptiveTokenizerManager(RoutedTokenizerManager):
         Raises:
             ReconfigureError: not with this stride (400), not now (409), aborted (500).
         """
-        reply = await self._pat_ask(messages.LendRanks, stride=stride, client=client, lease_seconds=lease_seconds)
+        about = dict(stride=stride, client=client, lease_seconds=lease_seconds)
+        return await self._pat_ask_to_switch(messages.LendRanks, **about)
+
+    async def _pat_ask_to_switch(self, kind: type, **fields: Any) -> dict[str, Any]:
+        reply = await self._pat_ask(kind, **fields)
         if reply.code != 200:
             raise ReconfigureError(reply.code, reply.message)
         return reply.record or {}

@@ -65,6 +65,11 @@ class PartlyMendedScheduler(Scheduler):
         super().init_watch_dog_memory_saver_input_blocker()
         self.count_paused_turns(self.watchdog)
 
+    def init_soft_watchdog(self, *args: Any) -> None:
+        super().init_soft_watchdog(*args)
+        if (watchdog := getattr(self, "soft_watchdog", None)) is not None:
+            self.count_paused_turns(watchdog)
+
     def count_paused_turns(self, watchdog: WatchdogRaw) -> None:
         """Have SGLang's watchdog count turns of a paused loop, which is alive as long as it turns.
 

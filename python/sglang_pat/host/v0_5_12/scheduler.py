@@ -24,7 +24,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.server_args import PortArgs
 
 from sglang_pat.host import kv, loop
 from sglang_pat.host import requests as host
@@ -42,7 +42,6 @@ class RankScheduler(PartlyMendedScheduler):
     """SGLang's scheduler, mended, which calls what ``AdaptiveScheduler`` adds."""
 
     rank: int
-    channel_address: str
     folder: Path
     layouts: Layouts
     speculation: Speculation
@@ -73,12 +72,7 @@ class RankScheduler(PartlyMendedScheduler):
             nccl_port=self.nccl_port,
         )
 
-    # -- pauses (docs/upstream/watchdog_in_a_pause.md, flush_in_a_pause.md) -----------------------------
-
-    def init_soft_watchdog(self, server_args: ServerArgs) -> None:
-        super().init_soft_watchdog(server_args)
-        if server_args.soft_watchdog_timeout is not None:
-            self.count_paused_turns(self.soft_watchdog)
+    # -- pauses (docs/upstream/flush_in_a_pause.md) -----------------------------------------------------
 
     def recv_requests(self) -> list[Any]:
         self.begin_turn()

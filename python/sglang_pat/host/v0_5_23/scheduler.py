@@ -41,7 +41,6 @@ class RankScheduler(PartlyMendedScheduler):
 
     adaptive: AdaptiveConfig
     rank: int
-    channel_address: str
     folder: Path
     speculation: Speculation
 
@@ -114,12 +113,7 @@ class RankScheduler(PartlyMendedScheduler):
     def init_grammar_manager(self) -> None:
         self.grammar_manager = RebuildingGrammarManager(self)
 
-    # -- pauses (docs/upstream/watchdog_in_a_pause.md) --------------------------------------------------
-
-    def init_soft_watchdog(self) -> None:
-        super().init_soft_watchdog()
-        if (watchdog := getattr(self, "soft_watchdog", None)) is not None:
-            self.count_paused_turns(watchdog)
+    # -- pauses ------------------------------------------------------------------------------------
 
     def ingest_requests(self, stop_at_pause: bool = False) -> list[Any]:
         self.begin_turn()
