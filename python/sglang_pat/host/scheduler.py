@@ -154,7 +154,7 @@ class AdaptiveScheduler(RankScheduler):
         runtime = self.layouts.install(layout)
         groups.set_scheduler_group(self, self.layouts.groups.get_tp_group(layout), runtime.tp_rank, layout.tp)
         adapter.rank.set_allocator(self, runtime.parts.allocator)
-        self.clear_pools()
+        kv.clear_pools(self)
         self.output.fence = fence
         self.lead(self.is_leader)
         # Ranks of one group must draw the same numbers and different groups different ones; after a
@@ -175,9 +175,6 @@ class AdaptiveScheduler(RankScheduler):
             # The leader tells of its requests from now on; gauges that nobody sets would count them twice.
             assign(reporter, stats=SchedulerStats())
             reporter.metrics_collector.log_stats(reporter.stats)
-
-    def clear_pools(self) -> None:
-        kv.clear_pools(self)
 
     # -- requests ---------------------------------------------------------------------------------
 

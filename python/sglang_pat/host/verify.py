@@ -1,13 +1,10 @@
 """A decode step that checks drafted tokens: a request has one row more for each of its drafts.
 
 Row 0 gets the request's last token, row 1 the first draft, and so on; each attends to the request's KV and to the rows
-before it, as if the drafts had been generated.  Each row is sampled as a plain step would sample it.  A row's token
-counts if all drafts up to this row are the tokens that were sampled: so greedy output is that of plain decoding, and
-any other has its distribution.
+before it, as if the drafts had been generated.  ``docs/speculation.md`` says why the output is that of plain decoding.
 
 To SGLang it is a decode step of a larger batch: samplers, attention back ends and decode graphs are the same.  Its
 results are processed token by token, as if there had been several steps, and the KV of what is left over is freed.
-Nothing is pending afterwards.
 """
 
 from __future__ import annotations
@@ -91,7 +88,9 @@ def check(
     Returns:
         What is to be processed; None, and nothing has been done, if there is no KV for all drafts.
     """
-    slots = _take_slots(scheduler, sum(map(len, drafts)))
+    count = sum(map(len, drafts))
+    evict_from_tree_cache(scheduler.tree_cache, count)
+    slots = scheduler.token_to_kv_pool_allocator.alloc(count)  # int64 [count]
     if slots is None:
         return None
     step = _expand(scheduler, batch, drafts, slots)
@@ -103,12 +102,6 @@ def check(
     right = [count_right(drafted, row) for drafted, row in zip(drafts, tokens, strict=True)]
     _advance(scheduler, batch, right, [row[count] for row, count in zip(tokens, right, strict=True)])
     return Checked(step, result, batch.reqs, drafts, slots, right)
-
-
-def _take_slots(scheduler: Any, count: int) -> torch.Tensor | None:
-    """KV slots for ``count`` drafts, int64 ``[count]``; None if there are not so many."""
-    evict_from_tree_cache(scheduler.tree_cache, count)
-    return scheduler.token_to_kv_pool_allocator.alloc(count)
 
 
 def _expand(

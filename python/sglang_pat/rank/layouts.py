@@ -175,7 +175,8 @@ class Layouts:
         self._said_without_graph.add(tp)
         logger.warning(
             "tp%d: steps of more than %d requests, as now of %d, run without a CUDA graph, which takes several times "
-            "as long: give %s with the sizes that all layouts are to have", tp, largest, batch, runner.GRAPH_SIZES_FLAG,
+            "as long: give %s with the sizes that all layouts are to have",
+            tp, largest, batch, adapter.arguments.GRAPH_SIZES_FLAG,
         )  # fmt: skip
 
     def prepare(self, layout: ParallelLayout) -> None:

@@ -101,7 +101,7 @@ def recompute_all(scheduler: SwitchingScheduler) -> None:
     for req in decoding + ([chunked] if (chunked := loop.get_chunked(scheduler)) is not None else []):
         kv.lose_kv(req)
     compiling = loop.list_compiling(scheduler)
-    scheduler.clear_pools()
+    kv.clear_pools(scheduler)
     loop.set_requests(scheduler, decoding + [req for req in waiting if req not in compiling], compiling)
 
 

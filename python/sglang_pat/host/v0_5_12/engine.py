@@ -38,13 +38,13 @@ def patch(engine: Any, swap: Callable[[Callable], Callable]) -> None:
     """Have arguments remember what the user gave, when SGLang fills in the rest."""
     fill_in = ServerArgs.__post_init__
 
+    @functools.wraps(fill_in)
     def remember(args: ServerArgs) -> None:
         given = get_fields(args)
         fill_in(args)
         vars(args).update({_AS_GIVEN: given, _FILLED_IN: get_fields(args)})
 
-    wrappers = {"__post_init__": functools.wraps(fill_in)(remember)}
-    assign(ServerArgs, **wrappers)
+    assign(ServerArgs, __post_init__=remember)
 
 
 def find_adaptive(args: Any) -> AdaptiveServerArgs | None:
