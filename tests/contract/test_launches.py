@@ -82,8 +82,7 @@ def count_launches(count: int, sampling: dict, monkeypatch) -> Counter[str]:
         args.deterministic = args.features = args
         monkeypatch.setattr(sampling_batch_info, "get_exec", lambda: args)
         monkeypatch.setattr(schedule_batch, "get_spec", lambda: args)
-    monkeypatch.setattr(penaltylib, "BatchedPenalizerOrchestrator", penaltylib.BatchedPenalizerOrchestrator)
-    penalties.fix_order()
+    monkeypatch.setattr(penaltylib, "BatchedPenalizerOrchestrator", penalties.OrderedPenalties)
     pool = TokenToKVPoolAllocator(SLOTS, torch.float32, DEVICE, None, False)
     tree = RadixCache.create_simulated(mock_allocator=pool)
     scheduler = SimpleNamespace(

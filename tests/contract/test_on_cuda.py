@@ -12,7 +12,6 @@ from profiler import launch
 from sglang_pat import preflight
 from sglang_pat.host import adapter, arguments
 from sglang_pat.host.fixes import jit
-from sglang_pat.launch.spec import resolve_spec
 from sglang_pat.memory.memory_plan import GIB
 from sglang_pat.predict import profile as profiles
 
@@ -58,7 +57,7 @@ def test_arguments_and_graphs(h100s, model):
         args.attention_backend == "fa3" and not has_prefill_graphs(args) and adapter.arguments.has_decode_graphs(args)
     )
     assert not args.disable_custom_all_reduce and args.chunked_prefill_size == 8192
-    sizes = resolve_spec(arguments.read_deployment(args)).graph_sizes
+    sizes = arguments.make_spec(args).graph_sizes
     assert max(sizes[1]) == 256 and sizes[2]
     assert not adapter.arguments.has_decode_graphs(
         make_arguments(model, "--pat-weights", "reshard", "--disable-cuda-graph")
@@ -94,7 +93,7 @@ def test_on_blackwell_experts_run_in_triton(h100s, tmp_path, monkeypatch):
 
 def test_memory_is_planned_for_the_gpu_that_has_least_as_preflight_does(h100s, model, monkeypatch, caplog):
     args = make_arguments(model, policy=())
-    spec = resolve_spec(arguments.read_deployment(args))
+    spec = arguments.make_spec(args)
     supply = spec.memory.supply
     assert (supply.kind, supply.free, supply.total) == ("cuda", 72 * GIB, 79 * GIB)
     planned = arguments.set_pool_size(args, spec.memory)
@@ -103,12 +102,10 @@ def test_memory_is_planned_for_the_gpu_that_has_least_as_preflight_does(h100s, m
     found = preflight.plan_memory(asked)
     assert found.supply == supply and found.tokens == spec.memory.tokens
     monkeypatch.setenv("SGLANG_PAT_SHARE_GPU", "1")
-    assert resolve_spec(arguments.read_deployment(args)).memory.supply.free == 76 * GIB // 2, (
-        "both ranks run on the first one"
-    )
+    assert arguments.make_spec(args).memory.supply.free == 76 * GIB // 2, "both ranks run on the first one"
     monkeypatch.delenv("SGLANG_PAT_SHARE_GPU")
     with pytest.raises(ValueError, match="4 ranks need GPUs 0 to 3, 2 are visible: choose --tp and --dp"):
-        resolve_spec(arguments.read_deployment(make_arguments(model, "--dp", "4")))
+        arguments.make_spec(make_arguments(model, "--dp", "4"))
 
 
 def test_a_profile_is_of_one_kind_of_gpu(h100s, model, monkeypatch):

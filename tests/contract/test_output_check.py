@@ -94,7 +94,7 @@ def test_what_is_refused(monkeypatch, dtype, make, off, refused):
     assert "\n" not in str(caught.value)
 
 
-def test_a_forward_pass_that_fails_is_refused_in_one_line():
+def test_a_forward_pass_that_fails_is_refused_in_one_line(monkeypatch):
     from sglang_pat.errors import Unsupported
     from sglang_pat.rank import output_check
 
@@ -103,7 +103,8 @@ def test_a_forward_pass_that_fails_is_refused_in_one_line():
     def enter_layout(layout, epoch):
         raise IndexError("of a layer\nthat is not there")
 
-    scheduler = SimpleNamespace(enter_layout=enter_layout, clear_pools=lambda: done.append("cleared"))
+    monkeypatch.setattr(output_check.kv, "clear_pools", lambda scheduler: done.append("cleared"))
+    scheduler = SimpleNamespace(enter_layout=enter_layout)
     with pytest.raises(Unsupported, match="forward pass at tp=2 fails with IndexError: of a layer that is not there"):
         output_check._compute_logits(scheduler, ParallelLayout(2, 1))
     assert done == ["cleared"]

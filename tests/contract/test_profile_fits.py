@@ -61,10 +61,9 @@ def test_experts_belong_to_a_deployment(tmp_path, kind):
 
 
 def check(args) -> None:
-    from sglang_pat.host.arguments import read_deployment
-    from sglang_pat.launch.spec import resolve_spec
+    from sglang_pat.host.arguments import make_spec
 
-    resolve_spec(read_deployment(args))
+    make_spec(args)
 
 
 def test_fits_and_means_survival(model, profile, tmp_path):

@@ -183,18 +183,17 @@ def test_graphs_and_weights_that_move_exclude_each_other(model):
 
 def test_each_layout_has_its_graphs_and_prefill_has_none(model):
     """The ranks are told so; SGLang's own choice of batch sizes holds for the base layout."""
-    from sglang_pat.host.arguments import format_gpu_lines, read_deployment
-    from sglang_pat.launch.spec import resolve_spec
+    from sglang_pat.host.arguments import format_gpu_lines, make_spec
 
     args = arguments(model, dp_size=4, pat_switch_at=3, pat_candidates="1,2,4")
     assert not has_prefill_graphs(args)
     every, config = [1, 2, 4, 8, 16, 32], args.read_config()
     set_graphs(args, every)
-    spec = resolve_spec(read_deployment(args))
+    spec = make_spec(args)
     sizes = {1: every, 2: [1, 2, 4, 8], 4: [1, 2, 4, 8]}
     assert (spec.config, spec.graph_sizes, spec.gpus) == (config, sizes, (0, 1, 2, 3))
     adapter.arguments.decide(args, pat_graphs_given=True)  # who names sizes means all layouts
-    assert resolve_spec(read_deployment(args)).graph_sizes == dict.fromkeys((1, 2, 4), every)
+    assert make_spec(args).graph_sizes == dict.fromkeys((1, 2, 4), every)
     assert format_gpu_lines(args, spec)[1:] == [
         "decode graphs: tp1 up to batch 32, tp2 up to batch 8, tp4 up to batch 8; "
         "prefill runs without CUDA graphs in every layout",

@@ -225,8 +225,7 @@ def test_no_score_falls_when_more_is_asked():
 def test_a_rank_looks_through_the_end_of_a_response_only(monkeypatch):
     from sglang.srt.managers.schedule_batch import Req
 
-    monkeypatch.setattr(Req, "tail_str", Req.tail_str)
-    stop_patterns.install_bounded_tail()
+    monkeypatch.setattr(Req, "tail_str", stop_patterns.tail_str)
     params = SimpleNamespace(stop_strs=[], stop_regex_strs=["x"], stop_str_max_len=0, stop_regex_max_len=2**30)
     decode = SimpleNamespace(decode=lambda ids: "x" + "y" * (len(ids) - 1))
     req = SimpleNamespace(sampling_params=params, output_ids=[0] * 9000, tokenizer=decode)

@@ -48,11 +48,13 @@ STAND_INS = {
     "AdaptiveTokenizerManager._pat_reply",
     "AsyncOrderedReceiver.recv_pyobj",
     "CompiledGrammars._lookup",
+    "ControlSender.send_output",
     "ExpectedWeights._record_expert_load",
     "ExpectedWeights._record_load",
     "Gate.wait_for",
     "IsolatingDispatcher.__call__",
     "OrderedReceiver.recv_pyobj",
+    "OutputSender.send_output",
     "ReadableSocket.recv_pyobj",
     "Receiver.load_weights",
     "RpcRelay.recv_pyobj",
@@ -60,15 +62,9 @@ STAND_INS = {
     "Table.__setitem__",
     "accept_trainer_names.<locals>.<lambda>",
 } | (
-    {"GuardedBatch.fill_vocab_mask_batched", "LeaderSender.send_output"}
+    {"GuardedBatch.fill_vocab_mask_batched"}
     if NEW
-    else {
-        "ControlSender.send_output",
-        "GuardedGrammar.fill_vocab_mask",
-        "OutputSender.send_output",
-        "OwnRows.__getitem__",
-        "Overlaid.__getattr__",
-    }
+    else {"GuardedGrammar.fill_vocab_mask", "OwnRows.__getitem__", "Overlaid.__getattr__"}
 )
 """Functions of ours that an object of SGLang's holds, or of an object that it holds in place of SGLang's."""
 

@@ -66,10 +66,9 @@ def _plan(bench: Bench) -> MemoryPlan:
     flags = [*bench.layout, *bench.flags, *bench.large_flags]
     with mock.patch.dict(os.environ, bench.env):
         args = make_server_args(str(bench.large), flags)
-        from sglang_pat.host.arguments import read_deployment  # once the shim is there
-        from sglang_pat.launch.spec import resolve_spec
+        from sglang_pat.host.arguments import make_spec  # once the shim is there
 
-        plan = resolve_spec(read_deployment(args)).memory
+        plan = make_spec(args).memory
         assert plan is not None, "on a CPU or CUDA"
         return plan
 

@@ -31,7 +31,7 @@ from sglang_pat.coordinator.router import Control, Coordinator  # noqa: E402
 from sglang_pat.dropped import Dropped  # noqa: E402
 from sglang_pat.errors import format_one_line  # noqa: E402
 from sglang_pat.figures import Figures, enable_job_log, job_log  # noqa: E402
-from sglang_pat.host import controls  # noqa: E402
+from sglang_pat.host import adapter, controls  # noqa: E402
 from sglang_pat.host.arguments import AdaptiveServerArgs  # noqa: E402
 from sglang_pat.host.child import open_socket, set_up_child  # noqa: E402
 from sglang_pat.launch.processes import end_engine  # noqa: E402
@@ -191,7 +191,7 @@ def classify(obj: Any) -> list[Generation | Control]:
     """
     if (generations := controls.list_generations(obj)) is not None:
         return [_parse_generation(one) for one in generations]
-    if controls.is_for_controller(obj):
+    if adapter.controls.is_for_controller(obj):
         return []
     controls.clear_sender(obj)
     reply, options = controls.CONTROLS.get(type(obj), (None, {}))

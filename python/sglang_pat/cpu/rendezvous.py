@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from urllib.parse import parse_qs, quote, unquote, urlparse
 
@@ -26,15 +27,11 @@ HOST = "127.0.0.1"
 FILE = "store"
 POLL_SECONDS = 0.01
 
-_registered = False
 
-
+@cache
 def register() -> None:
     """Make :func:`make_url` known to ``torch.distributed``; again is harmless."""
-    global _registered
-    if not _registered:
-        dist.register_rendezvous_handler(SCHEME, _meet)
-        _registered = True
+    dist.register_rendezvous_handler(SCHEME, _meet)
 
 
 def make_url(port: int) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -43,7 +43,7 @@ from sglang_pat.launch.refusals import (
     refuse_kind,
     refuse_routed_experts,
 )
-from sglang_pat.launch.spec import Deployment, EngineSpec, resolve_spec
+from sglang_pat.launch.spec import EngineSpec, resolve_spec
 from sglang_pat.layout import ParallelLayout, choose_default_degrees, list_candidate_layouts
 from sglang_pat.memory.memory_plan import Demand, MemoryPlan
 from sglang_pat.memory.shapes import ModelShape
@@ -59,45 +59,26 @@ logger = logging.getLogger(__name__)
 PLANNED_FRACTION = 0.98
 """``mem_fraction_static`` where ranks share memory: the plan decides there, and SGLang's limit is out of its way."""
 
-_DEFAULT: dict[str, Any] = {setting.field: setting.default for setting in SETTINGS}
+INTERNAL = ("pat_fraction_given", "pat_graphs_given", "pat_in_a_job")
+"""Fields without a flag: whether ``mem_fraction_static`` and the sizes of decode graphs are the user's, which is set
+here, and whether a framework has launched the engine, whose log shows only our lines below an error (``attach``)."""
+
+FIELDS: list[tuple[str, Any, Any]] = [
+    *((one.field, str | None if one.default is None else type(one.default), one.default) for one in SETTINGS),
+    *((name, bool, False) for name in ("adaptive_tp", *INTERNAL)),
+]
+"""Name, type and default of the adaptive engine's fields, all of them plain values."""
 
 
-@dataclass(init=False, repr=False, eq=False)
-class AdaptiveFields:
-    """SGLang's ``ServerArgs`` with the adaptive engine's fields (all plain values)."""
-
-    adaptive_tp: bool = False
-    pat_candidates: str | None = _DEFAULT["pat_candidates"]
-    pat_policy: str | None = _DEFAULT["pat_policy"]
-    pat_switch_at: int = _DEFAULT["pat_switch_at"]
-    pat_weights: str = _DEFAULT["pat_weights"]
-    pat_kv: str = _DEFAULT["pat_kv"]
-    pat_kv_exchange: str = _DEFAULT["pat_kv_exchange"]
-    pat_profile: str | None = _DEFAULT["pat_profile"]
-    pat_profile_as_is: bool = _DEFAULT["pat_profile_as_is"]
-    pat_calibrate: int = _DEFAULT["pat_calibrate"]
-    pat_log: str | None = _DEFAULT["pat_log"]
-    pat_cpu_overlap: bool = _DEFAULT["pat_cpu_overlap"]
-    pat_gpu_order: str = _DEFAULT["pat_gpu_order"]
-    pat_speculate: str = _DEFAULT["pat_speculate"]
-    pat_draft_model: str | None = _DEFAULT["pat_draft_model"]
-    pat_fraction_given: bool = False
-    """Whether ``mem_fraction_static`` is the user's, and not SGLang's default; set here."""
-    pat_in_a_job: bool = False
-    """Whether a framework has launched the engine, whose log shows only our lines below an error; set by ``attach``."""
-    pat_graphs_given: bool = False
-    """Whether the sizes of decode graphs are the user's; set here."""
+class AdaptiveMethods:
+    """SGLang's ``ServerArgs`` with the adaptive engine's :data:`FIELDS`."""
 
     _spec = None  # no field: SGLang shows these to clients
 
     @staticmethod
     def add_cli_args(parser) -> None:
         ServerArgs.add_cli_args(parser)
-        parser.set_defaults(
-            pat_fraction_given=False,
-            pat_in_a_job=False,
-            pat_graphs_given=False,
-        )
+        parser.set_defaults(**dict.fromkeys(INTERNAL, False))
         add_flags(parser)
 
     @property
@@ -155,10 +136,10 @@ def _fill_in(args: Any, fill_in: Callable[[], None]) -> None:
 
 if TYPE_CHECKING:
 
-    class AdaptiveServerArgs(AdaptiveFields, ServerArgs): ...
+    class AdaptiveServerArgs(AdaptiveMethods, ServerArgs): ...
 
 else:
-    AdaptiveServerArgs = adapter.arguments.make_class("AdaptiveServerArgs", AdaptiveFields, _fill_in)
+    AdaptiveServerArgs = adapter.arguments.make_class("AdaptiveServerArgs", AdaptiveMethods, FIELDS, _fill_in)
 
 
 def make_arguments(**fields: Any) -> AdaptiveServerArgs:
@@ -212,7 +193,7 @@ def prepare_start(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
     check_overrides()
     get_private_folder()
     args = resolve(args)
-    spec = resolve_spec(read_deployment(args))
+    spec = make_spec(args)
     view = make_outer_view(args if spec.memory is None else set_pool_size(args, spec.memory), spec)
     if args.device == "cuda":
         for line in format_gpu_lines(args, spec):
@@ -243,17 +224,17 @@ def make_rank_view(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
 # -- what is read of SGLang's arguments and of its view of a model -----------------------------------------------------
 
 
-def read_deployment(args: AdaptiveServerArgs) -> Deployment:
-    """Model, machine and flags that the :class:`EngineSpec` is computed from, as plain values."""
+def make_spec(args: AdaptiveServerArgs) -> EngineSpec:
+    """The specification of an engine with these arguments; raises as :func:`~sglang_pat.launch.spec.resolve_spec`."""
     config = args.read_config()
-    return Deployment(
+    return resolve_spec(
         config=config,
         fingerprint=None if config.profile is None else make_fingerprint(args, config),
         demand=make_demand(args, config),
         device=args.device,
-        graph_sizes=adapter.arguments.list_graph_sizes(args),
-        graphs_given=args.pat_graphs_given,
-        graphs=_has_graphs(args),
+        captured=adapter.arguments.list_graph_sizes(args),
+        captured_given=args.pat_graphs_given,
+        has_graphs=_has_graphs(args),
         first_gpu=args.base_gpu_id,
         gpu_step=args.gpu_id_step,
         shared=sharing.is_gpu_shared(),

@@ -12,7 +12,6 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pat.host import adapter, kv
 from sglang_pat.host.assign import assign
-from sglang_pat.host.contract import SglangScheduler
 from sglang_pat.host.fixes import penalties
 from sglang_pat.switch.transfer import upload
 
@@ -22,7 +21,7 @@ PROCESSED = GenerationBatchResult()
 """Result of a step that has been processed already, in place of the step's own."""
 
 
-def make_decode_batch(scheduler: SglangScheduler, reqs: list[Req]) -> ScheduleBatch:
+def make_decode_batch(scheduler: Any, reqs: list[Req]) -> ScheduleBatch:
     """A batch about to decode, of requests whose KV is in place."""
     batch = make_batch(scheduler, reqs, scheduler.enable_overlap)
     last = fill_rows(batch, [kv.count_kv(req) for req in reqs], [req.output_ids[-1] for req in reqs])
@@ -62,7 +61,7 @@ def fill_rows(batch: ScheduleBatch, lengths: list[int], tokens: list[int]) -> to
     return last
 
 
-def make_batch(scheduler: SglangScheduler, reqs: list[Req], overlap: bool) -> ScheduleBatch:
+def make_batch(scheduler: Any, reqs: list[Req], overlap: bool) -> ScheduleBatch:
     """A batch of ``reqs`` in the scheduler's pools, of which nothing else is set."""
     return ScheduleBatch.init_new(
         reqs,
@@ -75,14 +74,14 @@ def make_batch(scheduler: SglangScheduler, reqs: list[Req], overlap: bool) -> Sc
     )
 
 
-def get_vocab_size(scheduler: SglangScheduler) -> int:
+def get_vocab_size(scheduler: Any) -> int:
     return scheduler.model_config.vocab_size
 
 
 # -- steps outside the loop --------------------------------------------------------------------------------------------
 
 
-def make_prefill(scheduler: SglangScheduler, prompts: Sequence[list[int]]) -> ScheduleBatch:
+def make_prefill(scheduler: Any, prompts: Sequence[list[int]]) -> ScheduleBatch:
     """A batch about to prefill made-up ``prompts`` (token ids), in empty pools."""
     greedy = SamplingParams(max_new_tokens=1, temperature=0)
     reqs = [Req(f"check {i}", "", adapter.rank.make_tokens(prompt), greedy) for i, prompt in enumerate(prompts)]
@@ -93,13 +92,13 @@ def make_prefill(scheduler: SglangScheduler, prompts: Sequence[list[int]]) -> Sc
     return batch
 
 
-def go_on_with(scheduler: SglangScheduler, batch: ScheduleBatch, tokens: Sequence[int]) -> None:
+def go_on_with(scheduler: Any, batch: ScheduleBatch, tokens: Sequence[int]) -> None:
     """Have a batch that was prefilled decode next, where each request goes on with one of ``tokens``."""
     adapter.rank.set_last_tokens(scheduler, batch, torch.tensor(tokens, device=scheduler.device))
     batch.prepare_for_decode()
 
 
-def compute_logits(scheduler: SglangScheduler, batch: ScheduleBatch) -> torch.Tensor:
+def compute_logits(scheduler: Any, batch: ScheduleBatch) -> torch.Tensor:
     """Run one step and return the logits of the next token, ``[requests, vocabulary]``."""
     return adapter.rank.compute_logits(scheduler, batch).clone()  # a graph's next replay writes there
 
@@ -117,7 +116,12 @@ def is_decode(batch: ScheduleBatch) -> bool:
 
 def count_step_tokens(batch: ScheduleBatch) -> int:
     """Number of tokens that a step attends to, if it decodes, or computes, if it prefills."""
-    return adapter.rank.count_attended(batch) if is_decode(batch) else int(batch.extend_num_tokens or 0)
+    return count_attended(batch) if is_decode(batch) else int(batch.extend_num_tokens or 0)
+
+
+def count_attended(batch: ScheduleBatch) -> int:
+    """Number of tokens that a decode step of ``batch`` attends to."""
+    return 0 if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu.sum())
 
 
 def read_sampled_tokens(batch: ScheduleBatch, result: Any) -> tuple[list[str], list[int]] | None:

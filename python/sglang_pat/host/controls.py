@@ -101,11 +101,6 @@ def is_probe(rid: str | None) -> bool:
     return HEALTH_CHECK_RID_PREFIX in (rid or "")
 
 
-def is_for_controller(obj: Any) -> bool:
-    """Whether an object is for SGLang's data-parallel controller, which is not here."""
-    return adapter.controls.is_for_controller(obj)
-
-
 def is_rpc_reply(obj: Any) -> bool:
     """Whether a reply goes to the socket of remote calls."""
     return isinstance(obj, io.RpcReqOutput)

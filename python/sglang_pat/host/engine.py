@@ -10,7 +10,6 @@ import copy
 import ipaddress
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.entrypoints import engine as stock
@@ -37,22 +36,17 @@ logger = logging.getLogger(__name__)
 assign(stock, SubprocessWatchdog=make_watchdog)
 
 
-@dataclass(frozen=True)
-class Programs:
-    """Functions that an engine's processes run; each takes SGLang's arguments and addresses, and what else is named."""
-
-    coordinator: Callable[..., None]
-    """Takes also the addresses of the leaders, and that of the ranks' channel."""
-    rank: Callable[..., None]
-    """Takes also its number, its GPU, and the address of the channel."""
-    detokenizer: Callable[..., None]
-
-
 class LaunchedEngine(stock.Engine):
-    """The engine that the HTTP server and ``sglang_pat.Engine`` launch; a subclass says what its processes run."""
+    """The engine that the HTTP server and ``sglang_pat.Engine`` launch; a subclass says what its processes run.
+
+    Attributes:
+        programs: functions for a ``coordinator``, a ``rank`` and a ``detokenizer``.  All take SGLang's arguments and
+            addresses; the coordinator also the addresses of the leaders, and that of the ranks' channel; a rank its
+            number, its GPU, and the address of the channel.
+    """
 
     server_args_class = AdaptiveServerArgs
-    programs: Programs
+    programs: dict[str, Callable[..., None]]
 
     @classmethod
     def _launch_subprocesses(cls, server_args: AdaptiveServerArgs, *args: Any, **kwargs: Any):
@@ -81,7 +75,7 @@ class LaunchedEngine(stock.Engine):
         saver = TorchMemorySaverAdapter.create(enable=server_args.enable_memory_saver)
         name = "the coordinator"
         arguments = server_args, port_args, leader_addresses, channel_address
-        started = {name: start(name, cls.programs.coordinator, *arguments)}
+        started = {name: start(name, cls.programs["coordinator"], *arguments)}
         for rank in range(config.num_ranks):
             rank_ports = copy.copy(port_args)
             if rank in config.base.leaders:
@@ -95,7 +89,7 @@ class LaunchedEngine(stock.Engine):
             ):
                 name = f"rank {rank}"
                 arguments = server_args, rank_ports, rank, gpu_id, channel_address
-                started[name] = start(name, cls.programs.rank, *arguments)
+                started[name] = start(name, cls.programs["rank"], *arguments)
         children = [process for process, _ in started.values()]
         infos: list[dict[str, Any]] = []
 
@@ -103,12 +97,13 @@ class LaunchedEngine(stock.Engine):
             infos.extend(processes.wait_until_ready(started)[1:])
             job_log.info(start_line(config))
 
-        def wait_for_completion() -> None:
+        def join() -> None:
             for process in children:
                 process.join()
 
+        waits = {"wait_for_ready": wait_for_ready, adapter.engine.JOIN: join}
         pids = [process.pid for process in children]
-        return adapter.engine.make_result(infos, pids, wait_for_ready, wait_for_completion), children
+        return stock.SchedulerInitResult(scheduler_infos=infos, all_child_pids=pids, **waits), children
 
     @classmethod
     def _launch_detokenizer_subprocesses(cls, server_args, port_args, run_detokenizer_process_func):
@@ -118,7 +113,7 @@ class LaunchedEngine(stock.Engine):
         except ValueError:
             processes.end_children()  # ranks have been started by now
             raise
-        process, _ = start("the detokenizer", cls.programs.detokenizer, server_args, port_args)
+        process, _ = start("the detokenizer", cls.programs["detokenizer"], server_args, port_args)
         return [process], ["detokenizer"]
 
     def shutdown(self) -> None:

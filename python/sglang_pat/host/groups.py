@@ -60,11 +60,6 @@ def get_device_group(group: GroupCoordinator) -> dist.ProcessGroup:
 # -- which of them are in force ----------------------------------------------------------------------------------------
 
 
-def set_global_groups(tp: GroupCoordinator, single: GroupCoordinator) -> None:
-    """Have SGLang's layers reduce in ``tp``; they look it up when they are called."""
-    adapter.rank.set_global_groups(tp, single)
-
-
 def set_scheduler_group(scheduler: Any, group: GroupCoordinator, tp_rank: int, tp: int) -> None:
     """Make ``scheduler`` rank ``tp_rank`` of this group of ``tp`` ranks: wherever it keeps a group, a rank or a
     size."""
@@ -87,11 +82,6 @@ def set_scheduler_group(scheduler: Any, group: GroupCoordinator, tp_rank: int, t
         grammar_sync_entry=group.first_rank,
         is_grammar_sync_entry=group.is_first_rank,
     )
-
-
-def set_runner_group(worker: Any, runner: Any, group: GroupCoordinator, tp_rank: int, tp: int) -> None:
-    """Make a worker and its model runner rank ``tp_rank`` of this group of ``tp`` ranks."""
-    adapter.rank.set_runner_group(worker, runner, group, tp_rank, tp)
 
 
 def get_place(scheduler: Any) -> tuple[int, int]:

@@ -18,7 +18,6 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_pat.host import adapter, requests
 from sglang_pat.host.assign import assign
-from sglang_pat.host.contract import SglangScheduler
 from sglang_pat.switch.transfer import download, upload
 
 # -- the buffers -------------------------------------------------------------------------------------------------------
@@ -65,38 +64,29 @@ def make_view(
     if ratio == 1:
         return pool, allocator
     view, heads = copy.copy(pool), pool.head_num // ratio
-    k, v = ([_reshape(layer, ratio) for layer in layers] for layers in (pool.k_buffer, pool.v_buffer))
+    buffers = pool.k_buffer, pool.v_buffer
+    k, v = ([layer.view(-1, heads, layer.shape[2]) for layer in layers] for layers in buffers)
     size = (pool.size + pool.page_size) * ratio - pool.page_size
     assign(view, head_num=heads, size=size, k_buffer=k, v_buffer=v)
     adapter.rank.fill_view(view, heads)
     return view, TokenToKVPoolAllocator(view.size, allocator.dtype, allocator.device, view, allocator.need_sort)
 
 
-def _reshape(layer: torch.Tensor, ratio: int) -> torch.Tensor:
-    slots, heads, dim = layer.shape
-    return layer.view(slots * ratio, heads // ratio, dim)
-
-
 def count_slots(allocator: TokenToKVPoolAllocator) -> int:
     return allocator.size
-
-
-def set_allocator(scheduler: SglangScheduler, allocator: TokenToKVPoolAllocator) -> None:
-    """Have the scheduler and its tree take slots from ``allocator``."""
-    adapter.rank.set_allocator(scheduler, allocator)
 
 
 # -- which slots are taken ---------------------------------------------------------------------------------------------
 
 
-def clear_pools(scheduler: SglangScheduler) -> None:
+def clear_pools(scheduler: Any) -> None:
     """Empty the tree, and free the slots of all requests."""
     scheduler.tree_cache.reset()
     scheduler.token_to_kv_pool_allocator.clear()
     scheduler.req_to_token_pool.clear()
 
 
-def take_slots(scheduler: SglangScheduler, slots: np.ndarray) -> None:
+def take_slots(scheduler: Any, slots: np.ndarray) -> None:
     """Take these slots out of the empty pool."""
     allocator, highest = scheduler.token_to_kv_pool_allocator, int(slots.max())
     free = np.ones(highest + 1, dtype=bool)
@@ -107,22 +97,22 @@ def take_slots(scheduler: SglangScheduler, slots: np.ndarray) -> None:
     assign(allocator, free_pages=torch.cat([low, allocator.free_pages[highest:]]))
 
 
-def free_slots(scheduler: SglangScheduler, slots: np.ndarray) -> None:
+def free_slots(scheduler: Any, slots: np.ndarray) -> None:
     scheduler.token_to_kv_pool_allocator.free(upload(slots, torch.int64, scheduler.device))
 
 
-def count_used_slots(scheduler: SglangScheduler) -> tuple[int, int]:
+def count_used_slots(scheduler: Any) -> tuple[int, int]:
     """Number of slots that are taken, and of all."""
     allocator = scheduler.token_to_kv_pool_allocator
     return allocator.size - allocator.available_size(), allocator.size
 
 
-def count_lines(scheduler: SglangScheduler) -> int:
+def count_lines(scheduler: Any) -> int:
     """Number of requests that can run at once."""
     return min(scheduler.req_to_token_pool.size, scheduler.max_running_requests)
 
 
-def check_sums(scheduler: SglangScheduler) -> None:
+def check_sums(scheduler: Any) -> None:
     """Raise ``RuntimeError`` naming all terms if KV slots or request slots do not add up."""
     reqs = scheduler.running_batch.reqs
     records = [adapter.rank.get_kv_record(req) for req in reqs]
@@ -163,16 +153,16 @@ def lose_kv(req: Req) -> None:
 
 def describe_account(req: Req) -> tuple:
     """Values by which SGLang decides about one request, the same on all ranks of a group."""
-    entered, outputs = requests.get_entry_time(req), requests.count_output(req)
+    entered, outputs = requests.get_entry_time(req), len(req.output_ids)
     return req.rid, req.priority, entered, outputs, count_kv(req), adapter.rank.get_kv_record(req).cache_protected_len
 
 
-def read_line(scheduler: SglangScheduler, req: Req) -> torch.Tensor:
+def read_line(scheduler: Any, req: Req) -> torch.Tensor:
     """Slots of a request that runs, int64 ``[tokens]`` on the device."""
     return scheduler.req_to_token_pool.req_to_token[get_line(req), : count_kv(req)]
 
 
-def read_rows(scheduler: SglangScheduler, reqs: Sequence[Req]) -> list[np.ndarray]:
+def read_rows(scheduler: Any, reqs: Sequence[Req]) -> list[np.ndarray]:
     """Slots of requests that run, int64 ``[tokens]`` each in host memory; one read of the device for all."""
     lengths = [count_kv(req) for req in reqs]
     places = upload([get_line(req) for req in reqs], torch.int64, scheduler.device)
@@ -180,7 +170,7 @@ def read_rows(scheduler: SglangScheduler, reqs: Sequence[Req]) -> list[np.ndarra
     return [row[:length].astype(np.int64) for row, length in zip(table, lengths, strict=True)]
 
 
-def write_rows(scheduler: SglangScheduler, reqs: Sequence[Req], rows: Sequence[np.ndarray]) -> None:
+def write_rows(scheduler: Any, reqs: Sequence[Req], rows: Sequence[np.ndarray]) -> None:
     """Give ``reqs`` lines in the table of running requests, with these slots."""
     pool, device = scheduler.req_to_token_pool, scheduler.device
     for req in reqs:
@@ -192,14 +182,9 @@ def write_rows(scheduler: SglangScheduler, reqs: Sequence[Req], rows: Sequence[n
     pool.req_to_token[places, : padded.shape[1]] = upload(padded, torch.int32, device)
     prefixes = upload(np.concatenate(rows), torch.int64, device).split([len(row) for row in rows])
     for req, prefix in zip(reqs, prefixes, strict=True):
-        _write_kv(req, prefix)
-
-
-def _write_kv(req: Req, slots: torch.Tensor) -> None:
-    """Write where the KV lies of a request that is about to decode."""
-    length = len(slots)
-    assign(adapter.rank.get_kv_record(req), kv_committed_len=length, kv_allocated_len=length)
-    adapter.rank.write_extent(req, requests.get_tokens(req)[:length], slots)
-    # SGLang says so when it prefills a request again, which is not needed where all its KV is in the tree; else it
-    # would drop each of the tokens, and the request would decode for ever.
-    assign(req, is_retracted=False)
+        length = len(prefix)
+        assign(adapter.rank.get_kv_record(req), kv_committed_len=length, kv_allocated_len=length)
+        adapter.rank.write_extent(req, requests.get_tokens(req)[:length], prefix)
+        # SGLang says so when it prefills a request again, which is not needed where all its KV is in the tree; else it
+        # would drop each of the tokens, and the request would decode for ever.
+        assign(req, is_retracted=False)

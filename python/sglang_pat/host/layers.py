@@ -27,7 +27,6 @@ from torch.overrides import TorchFunctionMode
 
 from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign
-from sglang_pat.host.contract import SglangScheduler
 from sglang_pat.host.experts import PiecewiseExperts, find_reason_against
 from sglang_pat.rank.shards import WHOLE, Block, ShardError, ShardSpec
 
@@ -67,7 +66,7 @@ def list_checkpoint_parts(module: torch.nn.Module, spec: ShardSpec) -> dict[str 
 
 def _make_spec(module_name: str, module: torch.nn.Module, name: str) -> ShardSpec:
     """The :class:`ShardSpec` of the parameter ``name`` of ``module``."""
-    if adapter.rank.is_replicated(module):
+    if getattr(module, "parallel_group", None) == "replicated":  # a linear layer of SGLang 0.5.23
         return WHOLE
     if isinstance(module, FusedMoE):
         if why := find_reason_against(module):
@@ -92,7 +91,8 @@ def _make_spec(module_name: str, module: torch.nn.Module, name: str) -> ShardSpe
         return WHOLE if name == "bias" else ShardSpec(1, (Block(module.input_size),))
     if isinstance(module, VocabParallelEmbedding):
         return ShardSpec(0, (Block(module.num_embeddings_padded),))
-    if (tp := adapter.rank.get_degree(module)) > 1:
+    group = getattr(module, "tp_group", None)  # where SGLang 0.5.23 keeps the degree of a linear layer
+    if (tp := getattr(module, "tp_size", 1) if group is None else group.world_size) > 1:
         raise ShardError(module_name, tp, f"it is not known how {type(module).__name__} is sharded")
     return WHOLE
 
@@ -122,7 +122,7 @@ def has_experts(model: torch.nn.Module) -> bool:
     return any(isinstance(module, FusedMoE) for module in model.modules())
 
 
-def has_dummy_weights(scheduler: SglangScheduler) -> bool:
+def has_dummy_weights(scheduler: Any) -> bool:
     """Whether the weights are made up (``--load-format dummy``)."""
     return scheduler.server_args.load_format == "dummy"
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
 
-from sglang_pat.host.contract import SglangScheduler
 from sglang_pat.memory.memory_plan import format_size
 
 logger = logging.getLogger(__name__)
@@ -29,7 +28,7 @@ def log_kept(kept: int, gpu: int) -> None:
 class Saver:
     """The memory saver (``--enable-memory-saver``) of a scheduler's rank."""
 
-    def __init__(self, scheduler: SglangScheduler) -> None:
+    def __init__(self, scheduler: Any) -> None:
         self._adapter: Any = scheduler.memory_saver_adapter
 
     @property

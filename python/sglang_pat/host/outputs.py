@@ -9,20 +9,16 @@ from typing import Any
 import zmq
 from sglang.srt.managers.io_struct import AbortReq, BaseReq, BatchTokenIDOutput
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.utils.network import get_zmq_socket
 
 from sglang_pat.host.assign import assign
 
 
-def list_names(output: Any) -> list[str]:
-    """Names of the requests whose tokens are in ``output``; empty for one without tokens."""
-    return (output.rids or []) if isinstance(output, BatchTokenIDOutput) else []
-
-
 def list_told(output: Any, reqs: Iterable[Req]) -> list[Req]:
     """The requests whose tokens are in ``output``, which is about some of ``reqs``, in their order."""
+    if not isinstance(output, BatchTokenIDOutput):  # it has no tokens
+        return []
     remaining = iter(reqs)
-    return [next(req for req in remaining if req.rid == name) for name in list_names(output)]
+    return [next(req for req in remaining if req.rid == name) for name in output.rids or ()]
 
 
 def add_info(output: BatchTokenIDOutput, key: str, values: list[Any]) -> None:
@@ -30,13 +26,9 @@ def add_info(output: BatchTokenIDOutput, key: str, values: list[Any]) -> None:
     assign(output, customized_info=(output.customized_info or {}) | {key: values})
 
 
-def open_push_socket(context: zmq.Context, address: str) -> Any:
-    return get_zmq_socket(context, zmq.PUSH, address, False)
-
-
 class ControlSender:
-    """Stands for SGLang's ``send_to_tokenizer`` on a leader: replies go through the coordinator,
-    which merges those of all leaders into one.
+    """Stands for SGLang's ``send_to_tokenizer``: while its rank :attr:`leads` a group, replies go through the
+    coordinator, which merges those of all leaders into one.
 
     Args:
         send: sends a reply to the coordinator.
@@ -45,12 +37,15 @@ class ControlSender:
     """
 
     def __init__(self, send: Callable[[Any], None], end_waiting: Callable[[AbortReq, Req], None]) -> None:
+        self.leads = True
         self._send = send
         self._end_waiting = end_waiting
 
     def send_output(self, output: Any, recv_obj: Any = None) -> None:
         if isinstance(output, AbortReq) and isinstance(recv_obj, Req) and recv_obj.output_ids:
-            self._end_waiting(output, recv_obj)
+            self._end_waiting(output, recv_obj)  # followers, too: they end what the leader ends
+            return
+        if not self.leads:
             return
         if isinstance(recv_obj, BaseReq) and recv_obj.http_worker_ipc is not None and output.http_worker_ipc is None:
             assign(output, http_worker_ipc=recv_obj.http_worker_ipc)

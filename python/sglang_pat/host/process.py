@@ -45,7 +45,7 @@ def run_rank(
     load_plugins()
     args = make_rank_view(server_args)
     tp_rank = args.spec.config.base.tp_rank(rank)
-    adapter.rank.configure(args, rank, gpu_id, tp_rank)
+    place = adapter.rank.configure(args, rank, gpu_id, tp_rank)
     setproctitle.setproctitle(f"{RANK_TITLE}{rank}")
     configure_logger(server_args, prefix=f" rank{rank}")
     if server_args.device == "cpu":
@@ -55,8 +55,7 @@ def run_rank(
         from sglang_pat.host.scheduler import AdaptiveScheduler
 
         check_overrides()
-        places = adapter.rank.describe_place(gpu_id, tp_rank)
-        scheduler = AdaptiveScheduler(rank, channel_address, server_args=args, port_args=port_args, **places)
+        scheduler = AdaptiveScheduler(rank, channel_address, server_args=args, port_args=port_args, **place)
         pipe_writer.send(scheduler.get_init_info())
         pipe_writer.close()
         scheduler.run_event_loop()

@@ -29,19 +29,9 @@ def get_name(req: Req) -> str:
     return req.rid
 
 
-def count_prompt(req: Req) -> int:
-    """Number of tokens of the prompt."""
-    return len(req.origin_input_ids)
-
-
 def get_prompt(req: Req) -> Sequence[int]:
     """Token ids of the prompt."""
     return req.origin_input_ids
-
-
-def count_output(req: Req) -> int:
-    """Number of tokens generated so far."""
-    return len(req.output_ids)
 
 
 def count_tokens(req: Req) -> int:
@@ -79,11 +69,6 @@ def get_entry_time(req: Req) -> float:
 
 def set_entry_time(req: Req, at: float) -> None:
     assign(req.time_stats, wait_queue_entry_time=at)
-
-
-def get_kept_experts(req: Req) -> Any | None:
-    """Routed experts that ``req`` has taken along when it was retracted; None if it has none."""
-    return getattr(req, "pat_experts", None)
 
 
 def is_answer_due(req: Req) -> bool:

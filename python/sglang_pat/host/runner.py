@@ -163,10 +163,6 @@ def join_world(
 # -- what of the runner belongs to a layout ----------------------------------------------------------------------------
 
 
-GRAPH_SIZES_FLAG: str = adapter.arguments.GRAPH_SIZES_FLAG
-"""Flag with the sizes of the batches that get CUDA graphs."""
-
-
 @dataclass(frozen=True)
 class LayoutParts:
     """Objects that capture group sizes or head counts when they are made: each layout has its own."""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import zmq
 from sglang.srt.managers.io_struct import (
     GetInternalStateReq,
     GetInternalStateReqOutput,
@@ -25,16 +26,19 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
 )
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.observability.metrics_collector import SchedulerStats
 
 from sglang_pat.checks import census, tokens
 from sglang_pat.host import adapter, groups, kv, loop, memory, outputs, requests, seeds, tree, verify
 from sglang_pat.host.arguments import AdaptiveServerArgs
-from sglang_pat.host.assign import assigned
+from sglang_pat.host.assign import assign, assigned
 from sglang_pat.host.batches import PROCESSED
 from sglang_pat.host.controls import SINGLES
+from sglang_pat.host.outputs import ControlSender, RpcRelay
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import Cancel, Compile, InjectPrefixes, Prepare, SiblingTexts, StepPermit, Switch, TraceQuery
 from sglang_pat.rank import degrees, speculation
+from sglang_pat.rank.channels import RankChannel
 from sglang_pat.rank.layouts import Layouts
 from sglang_pat.rank.load_reports import LoadReporter, StepTrace, register
 from sglang_pat.rank.output_check import check_outputs
@@ -42,6 +46,7 @@ from sglang_pat.rank.speculation import Speculation
 from sglang_pat.rank.step_gate import StepGate
 from sglang_pat.switch.executor import SwitchExecutor
 from sglang_pat.switch.grammars import CompiledGrammars
+from sglang_pat.switch.order import OutputSender
 
 if TYPE_CHECKING:
     from sglang_pat.host.v0_5_12.scheduler import RankScheduler
@@ -81,6 +86,17 @@ class AdaptiveScheduler(RankScheduler):
         self.enter_layout(self.adaptive.base, epoch=0)
         census.record(self, rank, epoch=0)
 
+    def make_lines(self, sockets: Any) -> dict[str, Any]:
+        """What stands in place of some of SGLang's ``sockets``, by their names: outputs are numbered, all else goes
+        through the coordinator."""
+        self.channel = RankChannel(zmq.Context.instance(), self.channel_address, self.rank)
+        self.output = OutputSender(sockets.send_to_detokenizer, self.rank, self.describe_output)
+        self.control = ControlSender(self.channel.send_sglang, self.end_waiting)
+        lines: dict[str, Any] = {"send_to_detokenizer": self.output, "send_to_tokenizer": self.control}
+        if sockets.recv_from_rpc is not None:
+            lines["recv_from_rpc"] = RpcRelay(self.channel.send_sglang)
+        return lines
+
     def init_request_dispatcher(self) -> None:
         super().init_request_dispatcher()
         self._request_dispatcher._mapping.update(
@@ -111,6 +127,7 @@ class AdaptiveScheduler(RankScheduler):
         self.executor.poll_command()
         if self.is_leader and self.gate.closed and self.gate.said:
             self.recv_from_tokenizer.poll(HELD_POLL_MILLISECONDS)
+        self._paused_turns += self._engine_paused
 
     def _report_hold(self) -> None:
         if self.gate.closed and not self.gate.said:
@@ -137,8 +154,8 @@ class AdaptiveScheduler(RankScheduler):
         runtime = self.layouts.install(layout)
         group = self.layouts.groups.get_tp_group(layout)
         groups.set_scheduler_group(self, group, layout.tp_rank(self.rank), layout.tp)
-        kv.set_allocator(self, runtime.parts.allocator)
-        self.clear_pools()
+        adapter.rank.set_allocator(self, runtime.parts.allocator)
+        kv.clear_pools(self)
         self.output.fence = fence
         self.lead(self.is_leader)
         # Ranks of one group must draw the same numbers and different groups different ones; after a
@@ -146,8 +163,19 @@ class AdaptiveScheduler(RankScheduler):
         seeds.set_seed((self.random_seed + 7919 * layout.group_of(self.rank) + 104729 * epoch) % (1 << 31))
         self.load.reset_for_new_group()
 
-    def clear_pools(self) -> None:
-        kv.clear_pools(self)
+    def lead(self, leads: bool) -> None:
+        """Become the leader of the group that was entered, or one of its followers."""
+        self.output.leads = self.control.leads = leads
+        assign(self, idle_sleeper=self._idle_sleeper if leads else None)
+        # The estimate behind admission, which replicas have each learnt for themselves: ranks of one group must agree.
+        self.reset_estimate()
+        reporter = self.get_reporter()
+        reports = reporter.enable_metrics and (leads or self.server_args.enable_metrics_for_all_schedulers)
+        assign(reporter, is_stats_logging_rank=leads, current_scheduler_metrics_enabled=reports)
+        if reporter.enable_metrics and not reports:
+            # The leader tells of its requests from now on; gauges that nobody sets would count them twice.
+            assign(reporter, stats=SchedulerStats())
+            reporter.metrics_collector.log_stats(reporter.stats)
 
     # -- requests ---------------------------------------------------------------------------------
 

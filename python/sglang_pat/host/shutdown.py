@@ -18,6 +18,7 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang.srt.managers.tokenizer_manager import SignalHandler
@@ -39,8 +40,6 @@ ANSWER_SECONDS = 3
 """Longest time for clients to read the end of their answers; SGLang looks after a stream for two seconds more."""
 LAST_WORDS_SECONDS = 1
 """Time for processes to say why they end, and for Ray to pass it on, before they are killed."""
-Handlers = dict[int, Any]
-"""Handlers by signal number, as ``signal.getsignal`` returns them."""
 
 
 class ShutdownSignalHandler(SignalHandler):
@@ -85,7 +84,7 @@ class ChildrenWatchdog(SubprocessWatchdog):
 
     def start(self) -> None:
         handled = threading.current_thread() is threading.main_thread()  # by a handler of a user, or of ours
-        self._end = _quit if handled else _end_all
+        self._end = partial(os.kill, os.getpid(), signal.SIGQUIT) if handled else _end_all
         super().start()
 
     def _check_processes(self) -> bool:
@@ -102,10 +101,6 @@ def make_watchdog(processes: list[Any], process_names: list[str] | None = None) 
     """Make the watchdog of a launch: ours if there is one of our processes, else SGLang's."""
     ours = any(process.name.startswith(NAMED) for process in processes)
     return (ChildrenWatchdog if ours else SubprocessWatchdog)(processes, process_names)
-
-
-def _quit() -> None:
-    os.kill(os.getpid(), signal.SIGQUIT)
 
 
 def _ignore_sigquit() -> None:
@@ -125,8 +120,8 @@ def _end_all() -> NoReturn:
         os._exit(1)
 
 
-def get_handlers() -> Handlers:
-    """The handlers of the signals now."""
+def get_handlers() -> dict[int, Any]:
+    """The handlers of the signals now, by number, as ``signal.getsignal`` returns them."""
     return {number: signal.getsignal(number) for number in processes.ENDING}
 
 
@@ -137,7 +132,7 @@ class Shutdown:
         before: what :func:`get_handlers` gave before SGLang set its own.
     """
 
-    def __init__(self, manager: TokenizerManager, before: Handlers) -> None:
+    def __init__(self, manager: TokenizerManager, before: dict[int, Any]) -> None:
         self._manager = manager
         self._before = before
         self._begun = False

@@ -21,7 +21,7 @@ from typing import Any
 
 from fastapi import Request
 from sglang.srt.entrypoints.engine import init_tokenizer_manager
-from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_pat.dropped import Dropped, IsolatingDispatcher
 from sglang_pat.host import adapter
@@ -98,7 +98,9 @@ class RoutedTokenizerManager(PausingTokenizerManager):
             ValueError: the request is not one that the engine takes; no rank has seen it.
         """
         try:
-            self.pat_admit(obj, request)
+            route = None if request is None else request_validation.find_route(request)
+            request_validation.check_request(obj, route)
+            request_validation.drop_unknown_labels(obj, self.server_args)
             if self.pat_should_block_probe(obj):
                 await self.pat_ask_ranks()
                 return
@@ -117,11 +119,6 @@ class RoutedTokenizerManager(PausingTokenizerManager):
                 raise
             logger.debug("malformed request", exc_info=True)
             raise ValueError(f"the request is malformed: {type(error).__name__}: {error}"[:300]) from None
-
-    def pat_admit(self, obj: GenerateReqInput | EmbeddingReqInput, request: Request | None) -> None:
-        """Check ``obj``; raises ValueError if it is not a request that the engine takes."""
-        request_validation.check_request(obj, None if request is None else request_validation.find_route(request))
-        request_validation.drop_unknown_labels(obj, self.server_args)
 
     def _init_req_state(self, obj: Any, request: Any = None) -> None:
         """Have SGLang make a state of each part of ``obj``, which is remembered from here on."""

@@ -13,21 +13,20 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign
-from sglang_pat.host.contract import SglangScheduler
-from sglang_pat.host.requests import count_prompt, count_tokens, get_tokens
+from sglang_pat.host.requests import get_tokens
 
 
-def keeps_kv(scheduler: SglangScheduler) -> bool:
+def keeps_kv(scheduler: Any) -> bool:
     """Whether there is a tree that keeps anything (``--disable-radix-cache``)."""
-    return adapter.rank.has_tree(scheduler) and not scheduler.tree_cache.disable
+    return not scheduler.tree_cache.disable
 
 
-def get_root(scheduler: SglangScheduler) -> Any | None:
+def get_root(scheduler: Any) -> Any | None:
     """The root, which holds nothing; None where there is no tree."""
     return getattr(scheduler.tree_cache, "root_node", None)
 
 
-def find_kv(scheduler: SglangScheduler, req: Req) -> torch.Tensor:
+def find_kv(scheduler: Any, req: Req) -> torch.Tensor:
     """Slots of the first tokens of ``req`` that the tree has, but for the last token, ``[tokens]``."""
     if not keeps_kv(scheduler) or not count_kept(scheduler, req):
         return torch.empty(0, dtype=torch.int64)
@@ -35,7 +34,7 @@ def find_kv(scheduler: SglangScheduler, req: Req) -> torch.Tensor:
     return adapter.rank.read_slots(tree, tree.match_prefix(MatchPrefixParams(key=key)))
 
 
-def count_kept(scheduler: SglangScheduler, req: Req) -> int:
+def count_kept(scheduler: Any, req: Req) -> int:
     """Number of first tokens of ``req`` that the tree may have.
 
     None where the tokens do not say all (``positional_embed_overrides``).  With ``--strip-thinking-cache`` SGLang frees
@@ -43,10 +42,10 @@ def count_kept(scheduler: SglangScheduler, req: Req) -> int:
     """
     if req.positional_embed_overrides is not None:
         return 0
-    return count_prompt(req) if scheduler.server_args.strip_thinking_cache else count_tokens(req)
+    return len(req.origin_input_ids) if scheduler.server_args.strip_thinking_cache else req.seqlen
 
 
-def leave_kv(scheduler: SglangScheduler, req: Req, slots: np.ndarray) -> tuple[int, np.ndarray, Any]:
+def leave_kv(scheduler: Any, req: Req, slots: np.ndarray) -> tuple[int, np.ndarray, Any]:
     """Put the KV of ``req``, which lies in ``slots``, into the tree.
 
     Returns:
@@ -60,13 +59,13 @@ def leave_kv(scheduler: SglangScheduler, req: Req, slots: np.ndarray) -> tuple[i
     return known, adapter.rank.read_slots(tree, match).numpy(), match.last_device_node
 
 
-def hold_kv(scheduler: SglangScheduler, req: Req, node: Any, protected: int) -> None:
+def hold_kv(scheduler: Any, req: Req, node: Any, protected: int) -> None:
     """Keep what is in the tree up to ``node`` for ``req``, of whose tokens the tree has the first ``protected``."""
     assign(req, last_node=node, last_host_node=None, best_match_node=None)
     adapter.rank.hold(scheduler.tree_cache, req, node, protected)
 
 
-def map_slots(scheduler: SglangScheduler, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def map_slots(scheduler: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace the slots of all nodes, int64 ``[tokens]`` in one tensor, by what ``change`` makes of them."""
     nodes = list(scheduler.tree_cache.root_node.children.values())
     for node in nodes:  # grows meanwhile
@@ -77,7 +76,7 @@ def map_slots(scheduler: SglangScheduler, change: Callable[[torch.Tensor], torch
             assign(node, value=value)
 
 
-def inject(scheduler: SglangScheduler, prompts: list[list[int]]) -> None:
+def inject(scheduler: Any, prompts: list[list[int]]) -> None:
     """Let the tree believe that the KV of ``prompts`` (token ids) is in the slots that it gives them.
 
     It is for measuring, never for answers.
@@ -86,7 +85,7 @@ def inject(scheduler: SglangScheduler, prompts: list[list[int]]) -> None:
     tokens (a mixture's time depends on how many experts they choose).  Prompts that do not fit beside the live
     requests are left out, and so are all where the tree keeps nothing (``--disable-radix-cache``).
     """
-    if not adapter.rank.has_tree(scheduler):
+    if not keeps_kv(scheduler):
         return
     tree = scheduler.tree_cache
     allocator = tree.token_to_kv_pool_allocator

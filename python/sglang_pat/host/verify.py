@@ -1,13 +1,10 @@
 """A decode step that checks drafted tokens: a request has one row more for each of its drafts.
 
 Row 0 gets the request's last token, row 1 the first draft, and so on; each attends to the request's KV and to the rows
-before it, as if the drafts had been generated.  Each row is sampled as a plain step would sample it.  A row's token
-counts if all drafts up to this row are the tokens that were sampled: so greedy output is that of plain decoding, and
-any other has its distribution.
+before it, as if the drafts had been generated.  ``docs/speculation.md`` says why the output is that of plain decoding.
 
 To SGLang it is a decode step of a larger batch: samplers, attention back ends and decode graphs are the same.  Its
 results are processed token by token, as if there had been several steps, and the KV of what is left over is freed.
-Nothing is pending afterwards.
 """
 
 from __future__ import annotations
@@ -24,8 +21,7 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_pat.host import adapter, kv
 from sglang_pat.host.assign import assign
-from sglang_pat.host.batches import fill_rows, make_batch
-from sglang_pat.host.contract import SglangScheduler
+from sglang_pat.host.batches import count_attended, fill_rows, make_batch
 from sglang_pat.host.fixes import penalties
 from sglang_pat.messages import get_most_drafts
 from sglang_pat.speculate.drafter import count_right
@@ -77,7 +73,7 @@ class Checked:
 
 
 def check(
-    scheduler: SglangScheduler,
+    scheduler: Any,
     batch: ScheduleBatch,
     drafts: Sequence[Sequence[int]],
     forward: Callable[[ScheduleBatch], Any],
@@ -92,7 +88,9 @@ def check(
     Returns:
         What is to be processed; None, and nothing has been done, if there is no KV for all drafts.
     """
-    slots = _take_slots(scheduler, sum(map(len, drafts)))
+    count = sum(map(len, drafts))
+    evict_from_tree_cache(scheduler.tree_cache, count)
+    slots = scheduler.token_to_kv_pool_allocator.alloc(count)  # int64 [count]
     if slots is None:
         return None
     step = _expand(scheduler, batch, drafts, slots)
@@ -106,14 +104,8 @@ def check(
     return Checked(step, result, batch.reqs, drafts, slots, right)
 
 
-def _take_slots(scheduler: SglangScheduler, count: int) -> torch.Tensor | None:
-    """KV slots for ``count`` drafts, int64 ``[count]``; None if there are not so many."""
-    evict_from_tree_cache(scheduler.tree_cache, count)
-    return scheduler.token_to_kv_pool_allocator.alloc(count)
-
-
 def _expand(
-    scheduler: SglangScheduler, batch: ScheduleBatch, drafts: Sequence[Sequence[int]], slots: torch.Tensor
+    scheduler: Any, batch: ScheduleBatch, drafts: Sequence[Sequence[int]], slots: torch.Tensor
 ) -> ScheduleBatch:
     """The step's batch, with the rows of each request one after the other; its drafts get ``slots``."""
     counts = [len(drafted) + 1 for drafted in drafts]
@@ -142,7 +134,7 @@ def _expand(
     return step
 
 
-def _advance(scheduler: SglangScheduler, batch: ScheduleBatch, right: Sequence[int], last: Sequence[int]) -> None:
+def _advance(scheduler: Any, batch: ScheduleBatch, right: Sequence[int], last: Sequence[int]) -> None:
     """Have ``batch`` go on after its ``last`` tokens, with as many more tokens of KV as drafts were ``right``."""
     more, tokens = upload([right, last], torch.int64, batch.device).unbind()
     assign(
@@ -151,11 +143,11 @@ def _advance(scheduler: SglangScheduler, batch: ScheduleBatch, right: Sequence[i
         seq_lens_cpu=batch.seq_lens_cpu + torch.tensor(right, dtype=torch.int64),
         orig_seq_lens=batch.orig_seq_lens + more.to(batch.orig_seq_lens.dtype),
     )
-    adapter.rank.add_attended(batch, sum(right))
+    assign(batch, seq_lens_sum=count_attended(batch))  # SGLang 0.5.23 sums up in each step
     adapter.rank.set_last_tokens(scheduler, batch, tokens)
 
 
-def process(scheduler: SglangScheduler, checked: Checked, process_step: Callable[[ScheduleBatch, Any], None]) -> None:
+def process(scheduler: Any, checked: Checked, process_step: Callable[[ScheduleBatch, Any], None]) -> None:
     """Process the first token of each request, then the second of those that have one and go on, and so on.
 
     Args:
@@ -199,7 +191,7 @@ def _select(values: Any, rows: list[int]) -> Any:
     return [values[row] for row in rows] if values else values
 
 
-def _free_unused(scheduler: SglangScheduler, checked: Checked, used: Sequence[int]) -> None:
+def _free_unused(scheduler: Any, checked: Checked, used: Sequence[int]) -> None:
     """Free the slots of all drafts but those whose rows are ``used``, which are the requests' own now."""
     unused, at = [], 0
     for drafted, rows in zip(checked.drafts, used, strict=True):

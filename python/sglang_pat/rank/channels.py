@@ -9,7 +9,7 @@ import msgspec
 import zmq
 
 from sglang_pat import messages
-from sglang_pat.host.outputs import open_push_socket
+from sglang_pat.host.child import open_socket
 from sglang_pat.messages import PAT, SGLANG
 
 
@@ -17,7 +17,7 @@ class RankChannel:
     """A rank's line to the coordinator (PUSH); every rank has one, leader or not."""
 
     def __init__(self, context: zmq.Context, address: str, rank: int) -> None:
-        self._socket = open_push_socket(context, address)
+        self._socket = open_socket(context, zmq.PUSH, address, binds=False)
         self._rank = str(rank).encode()
 
     def send_sglang(self, obj: Any) -> None:

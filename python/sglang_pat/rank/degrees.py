@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_pat.host import outputs
-from sglang_pat.host.requests import Req, count_output
+from sglang_pat.host.requests import Req, get_output
 
 KEY = "tp_from_token"
 """Key of ``meta_info``."""
@@ -25,7 +25,7 @@ def begin(req: Req, tp: int) -> None:
 
 def record_degree(req: Req, tp: int) -> None:
     """Note that ``req`` goes on with its next token on a replica of degree ``tp``."""
-    length = count_output(req)
+    length = len(get_output(req))
     kept = tuple(pair for pair in req.pat_degrees if pair[0] < length)
     if not kept or kept[-1][1] != tp:
         kept += ((length, tp),)
@@ -34,7 +34,7 @@ def record_degree(req: Req, tp: int) -> None:
 
 def end(req: Req) -> None:
     """Note that ``req`` makes no more tokens, maybe none since it was adopted."""
-    length = count_output(req)
+    length = len(get_output(req))
     req.pat_degrees = tuple(pair for pair in req.pat_degrees if pair[0] < length)
 
 

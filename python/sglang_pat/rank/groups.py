@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_pat.cpu import shm
+from sglang_pat.host import adapter
 from sglang_pat.host import groups as host
 from sglang_pat.layout import ParallelLayout, exchange_groups, get_exchange_degrees
 
@@ -93,4 +94,4 @@ class GroupPool:
 
     def install(self, layout: ParallelLayout) -> None:
         """Point SGLang's group globals at the pooled groups of ``layout``."""
-        host.set_global_groups(self._tp[layout.tp], self._single)
+        adapter.rank.set_global_groups(self._tp[layout.tp], self._single)

@@ -15,7 +15,7 @@ import torch
 
 from sglang_pat.cpu.windows import Windows
 from sglang_pat.errors import Unsupported, format_one_line
-from sglang_pat.host import groups, kv, runner
+from sglang_pat.host import adapter, groups, kv, runner
 from sglang_pat.host.layers import compile_layers
 from sglang_pat.host.runner import LayoutParts
 from sglang_pat.layout import ParallelLayout
@@ -158,7 +158,7 @@ class Layouts:
     def _set_group(self, layout: ParallelLayout) -> None:
         self.groups.install(layout)
         group = self.groups.get_tp_group(layout)
-        groups.set_runner_group(self.worker, self.runner, group, layout.tp_rank(self.rank), layout.tp)
+        adapter.rank.set_runner_group(self.worker, self.runner, group, layout.tp_rank(self.rank), layout.tp)
 
     def get_largest_graph(self) -> int | None:
         """Number of requests of the largest CUDA graph of the layout in force; None if it has no graphs."""
@@ -173,7 +173,8 @@ class Layouts:
         self._said_without_graph.add(tp)
         logger.warning(
             "tp%d: steps of more than %d requests, as now of %d, run without a CUDA graph, which takes several times "
-            "as long: give %s with the sizes that all layouts are to have", tp, largest, batch, runner.GRAPH_SIZES_FLAG,
+            "as long: give %s with the sizes that all layouts are to have",
+            tp, largest, batch, adapter.arguments.GRAPH_SIZES_FLAG,
         )  # fmt: skip
 
     def prepare(self, layout: ParallelLayout) -> None:

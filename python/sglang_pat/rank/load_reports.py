@@ -82,7 +82,7 @@ class LoadReporter:
                     self._scheduler.dropped.note("Finished", error)
 
     def _account(self, req: Req) -> None:
-        length = req.pat_since + host.count_output(req)
+        length = req.pat_since + len(host.get_output(req))
         cut = host.is_cut_off(req, full=length >= req.pat_limit)
         self._finished.append(Finished(length=length, family=req.pat_family, cut=cut, since=req.pat_since))
 
@@ -97,7 +97,7 @@ class LoadReporter:
     def report_if_due(self, batch: ScheduleBatch | None) -> None:
         """Report if due.  ``batch`` is about to run."""
         scheduler = self._scheduler
-        running, queued = loop.list_running_with(scheduler, batch), loop.count_waiting(scheduler)
+        running, queued = loop.list_running_with(scheduler, batch), len(loop.list_requests(scheduler)[1])
         self._steps += batch is not None
         # ``received``: a request may have come and gone since the last look.
         load = (len(running), queued, scheduler.layouts.weight_version, self.received)
@@ -168,7 +168,8 @@ def _list_rounds(reqs: list[Req]) -> list[str]:
 
 def _describe_request(req: Req) -> Running:
     since = req.pat_since
-    return Running(host.count_prompt(req) - since, host.count_output(req) + since, req.pat_limit, req.pat_family)
+    prompt, output = len(host.get_prompt(req)), len(host.get_output(req))
+    return Running(prompt - since, output + since, req.pat_limit, req.pat_family)
 
 
 class StepTrace:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from sglang_pat.errors import Unsupported, format_one_line
-from sglang_pat.host import batches, layers, loop
+from sglang_pat.host import batches, kv, layers, loop
 from sglang_pat.layout import ParallelLayout
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def _compute_logits(scheduler: SwitchingScheduler, layout: ParallelLayout) -> li
             f"{type(error).__name__}: {format_one_line(error)}"
         ) from error
     finally:
-        scheduler.clear_pools()
+        kv.clear_pools(scheduler)
 
 
 def _count_tokens(scheduler: SwitchingScheduler) -> int:

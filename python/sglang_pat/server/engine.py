@@ -17,7 +17,7 @@ if mp.parent_process() is None:  # not in a child that only looks something up h
 from sglang_pat import files  # noqa: E402
 from sglang_pat.coordinator.process import run_coordinator  # noqa: E402
 from sglang_pat.host.arguments import make_fingerprint  # noqa: E402
-from sglang_pat.host.engine import LaunchedEngine, Programs  # noqa: E402
+from sglang_pat.host.engine import LaunchedEngine  # noqa: E402
 from sglang_pat.host.process import run_detokenizer, run_rank  # noqa: E402
 from sglang_pat.layout import ParallelLayout  # noqa: E402
 from sglang_pat.messages import BeginRound, EndRound  # noqa: E402
@@ -34,7 +34,7 @@ class AdaptiveEngine(LaunchedEngine):
     """The engine that the HTTP server and :class:`Engine` launch."""
 
     init_tokenizer_manager_func = staticmethod(AdaptiveTokenizerManager.pat_make)
-    programs = Programs(coordinator=run_coordinator, rank=run_rank, detokenizer=run_detokenizer)
+    programs = {"coordinator": run_coordinator, "rank": run_rank, "detokenizer": run_detokenizer}
 
 
 class Engine(EngineRollouts, AdaptiveEngine):

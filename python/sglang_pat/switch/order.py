@@ -68,7 +68,7 @@ class OutputOrder:
 
 
 class OutputSender:
-    """Stand-in for SGLang's ``send_to_detokenizer``, which numbers what it sends.
+    """Stand-in for SGLang's ``send_to_detokenizer``, which numbers what it sends while its rank :attr:`leads` a group.
 
     Args:
         tell: adds to an output what ours say of the requests that it is about.
@@ -78,12 +78,15 @@ class OutputSender:
         self._inner = inner
         self._rank = rank
         self._tell = tell
+        self.leads = True
         self.sent = 0
         self.fence: dict[int, int] | None = None
         self.reqs: list[Any] = []
         """Requests that the next output is about."""
 
     def send_output(self, output: Any, recv_obj: Any = None) -> None:
+        if not self.leads:
+            return
         self._tell(output, self.reqs)
         self.sent += 1
         self._inner.send_output(NumberedOutput(self._rank, self.sent, self.fence, output))

@@ -100,7 +100,7 @@ def recompute_all(scheduler: SwitchingScheduler) -> None:
     for req in decoding + ([chunked] if (chunked := loop.get_chunked(scheduler)) is not None else []):
         kv.lose_kv(req)
     compiling = loop.list_compiling(scheduler)
-    scheduler.clear_pools()
+    kv.clear_pools(scheduler)
     loop.set_requests(scheduler, decoding + [req for req in waiting if req not in compiling], compiling)
 
 
@@ -173,7 +173,7 @@ def serialize_request(req: Req, learnt: Learnt | None = None) -> Capsule:
         degrees=req.pat_degrees,
         drafts=req.pat_drafts,
         learnt=learnt,
-        experts=host.get_kept_experts(req),
+        experts=getattr(req, "pat_experts", None),
     )
 
 

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.dropped import Dropped
-from sglang_pat.host.contract import SglangScheduler
 from sglang_pat.host.requests import Req, TokenizedGenerateReqInput
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.rank.channels import RankChannel
@@ -16,7 +15,7 @@ from sglang_pat.switch.grammars import CompiledGrammars
 from sglang_pat.switch.order import OutputSender
 
 
-class SwitchingScheduler(SglangScheduler, Protocol):
+class SwitchingScheduler(Protocol):
     """Our attributes of a rank's scheduler; SGLang's are for the operations of ``host/`` alone."""
 
     adaptive: AdaptiveConfig
@@ -35,7 +34,5 @@ class SwitchingScheduler(SglangScheduler, Protocol):
     def is_leader(self) -> bool: ...
 
     def enter_layout(self, layout: ParallelLayout, epoch: int, fence: dict[int, int] | None = None) -> None: ...
-
-    def clear_pools(self) -> None: ...
 
     def construct(self, given: TokenizedGenerateReqInput, prompt: array, sealed: bytes) -> Req: ...

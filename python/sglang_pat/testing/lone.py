@@ -14,7 +14,6 @@ from sglang.srt.distributed.parallel_state import GroupCoordinator, init_model_p
 from sglang.srt.server_args import ServerArgs
 
 from sglang_pat.host import adapter
-from sglang_pat.host.groups import set_global_groups
 from sglang_pat.host.layers import build_model
 
 
@@ -52,7 +51,7 @@ class LoneRank:
 
     def install(self, tp: int, tp_rank: int) -> None:
         """Be TP rank ``tp_rank`` of degree ``tp``."""
-        set_global_groups(LoneGroup(self._single, tp, tp_rank), self._single)
+        adapter.rank.set_global_groups(LoneGroup(self._single, tp, tp_rank), self._single)
 
     def make_model(self, tp: int, tp_rank: int) -> torch.nn.Module:
         """SGLang's model of this rank at degree ``tp``; its parameters hold no memory."""

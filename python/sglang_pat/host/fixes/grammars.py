@@ -20,15 +20,12 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from sglang_pat.host import adapter
-from sglang_pat.host.assign import assign
+from sglang_pat.host.assign import Overlaid, assign
 from sglang_pat.host.controls import MAX_MESSAGE
 
 
-class GuardedGrammar:
+class GuardedGrammar(Overlaid):
     """A grammar in front of SGLang's mask: if it cannot say what it allows, it allows everything for this step."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
 
     def fill_vocab_mask(self, vocab_mask: Any, idx: int) -> None:
         self.note_failure(self._inner.fill_vocab_mask, vocab_mask, idx)
@@ -39,9 +36,6 @@ class GuardedGrammar:
             call(*args)
         except Exception as error:
             self._inner.pat_failed = str(error).split("\n")[0][:MAX_MESSAGE]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
 
 def guard(info: SamplingBatchInfo) -> None:

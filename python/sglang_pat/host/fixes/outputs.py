@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
 from sglang_pat.host import adapter, kv
 from sglang_pat.host.assign import assign
-from sglang_pat.host.requests import get_kept_experts
 from sglang_pat.rank import degrees
 
 
@@ -38,12 +36,20 @@ def abort(abort: AbortReq, req: Req) -> None:
     degrees.end(req)
 
 
-def read_experts(req: Req, pool: ReqToTokenPool) -> torch.Tensor | None:
-    """Experts that the client of ``req`` asked for, ``[tokens - 1, layers, experts per token]``; None if for none."""
+def read_experts(req: Req, slots: torch.Tensor) -> torch.Tensor | None:
+    """Experts that the client of ``req`` asked for, ``[tokens, layers, experts per token]``; None if for none.
+
+    Args:
+        slots: slots of its KV, ``[tokens - 1]`` or more.
+    """
     if not req.return_routed_experts or (capturer := get_global_experts_capturer()) is None:
         return None
-    start = min(req.routed_experts_start_len, req.seqlen - 1)
-    return capturer.host_cache.buffer[pool.req_to_token[kv.get_line(req)][start : req.seqlen - 1].cpu()]
+    return capturer.host_cache.buffer[slots[_find_first(req) : req.seqlen - 1].cpu()]
+
+
+def _find_first(req: Req) -> int:
+    """The first token whose experts the client of ``req`` asked for."""
+    return min(req.routed_experts_start_len, req.seqlen - 1)
 
 
 def keep_experts() -> None:
@@ -58,7 +64,7 @@ def keep_experts() -> None:
 
     def release_req(*args: Any, **named: Any) -> Any:
         req, pool = adapter.rank.find_released(*args, **named)
-        kept = read_experts(req, pool)
+        kept = read_experts(req, pool.req_to_token[kv.get_line(req)])
         found = release(*args, **named)
         req.pat_experts = kept
         return found
@@ -73,11 +79,7 @@ def collect_experts(req: Req, slots: torch.Tensor) -> None:
     Args:
         slots: slots of its KV, which may wait in the radix tree, ``[tokens]``.
     """
-    if (capturer := get_global_experts_capturer()) is None:
-        return
-    start = min(req.routed_experts_start_len, req.seqlen - 1)
-    rows = get_kept_experts(req)
-    if len(slots) == req.seqlen - 1:
-        rows = capturer.host_cache.buffer[slots[start:].cpu()]
-    if rows is not None and len(rows) == req.seqlen - 1 - start:
+    here = len(slots) == req.seqlen - 1
+    rows = read_experts(req, slots) if here else getattr(req, "pat_experts", None)
+    if rows is not None and len(rows) == req.seqlen - 1 - _find_first(req):
         assign(req, routed_experts=rows.int())  # as clients read it

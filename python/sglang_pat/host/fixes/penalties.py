@@ -17,7 +17,6 @@ from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from sglang_pat.host import adapter, kv
-from sglang_pat.host.assign import assign
 from sglang_pat.switch.transfer import upload
 
 _StockPenalties = penaltylib.BatchedPenalizerOrchestrator
@@ -60,11 +59,6 @@ def list_counted_tokens(req: Req, overlap: bool, decode: bool) -> Sequence[int]:
     """
     tokens = req.origin_input_ids[-1:] + req.output_ids if overlap else req.output_ids
     return tokens[: len(req.output_ids) - decode]
-
-
-def fix_order() -> None:
-    """Have SGLang make :class:`OrderedPenalties` in this process."""
-    assign(penaltylib, BatchedPenalizerOrchestrator=OrderedPenalties)
 
 
 def make_sampling_info(batch: ScheduleBatch, decode: bool) -> SamplingBatchInfo:

@@ -15,6 +15,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import AbortReq, ProfileReq, ProfileReqOutput
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.sampling import penaltylib
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils.watchdog import WatchdogRaw
 
@@ -42,8 +43,8 @@ class PartlyMendedScheduler(Scheduler):
         self.dropped = Dropped(args.enable_metrics)
         self._paused_turns = 0
         float32.force_float32(args)
-        penalties.fix_order()
-        stop_patterns.install_bounded_tail()
+        assign(penaltylib, BatchedPenalizerOrchestrator=penalties.OrderedPenalties)
+        assign(Req, tail_str=stop_patterns.tail_str)
         outputs.keep_experts()
         super().__init__(**kwargs)
 
@@ -63,6 +64,11 @@ class PartlyMendedScheduler(Scheduler):
     def init_watch_dog_memory_saver_input_blocker(self) -> None:
         super().init_watch_dog_memory_saver_input_blocker()
         self.count_paused_turns(self.watchdog)
+
+    def init_soft_watchdog(self, *args: Any) -> None:
+        super().init_soft_watchdog(*args)
+        if (watchdog := getattr(self, "soft_watchdog", None)) is not None:
+            self.count_paused_turns(watchdog)
 
     def count_paused_turns(self, watchdog: WatchdogRaw) -> None:
         """Have SGLang's watchdog count turns of a paused loop, which is alive as long as it turns.
@@ -94,12 +100,13 @@ class PartlyMendedScheduler(Scheduler):
             for req, rid in others:
                 assign(req, rid=rid)
 
-    def prepare_end(self, abort: AbortReq, req: Req) -> None:
-        """Prepare ``req``, which waits with tokens and is aborted, for its last output: all of them go to the client,
-        as of one that runs (docs/upstream/aborted_while_waiting.md)."""
+    def end_waiting(self, abort: AbortReq, req: Req) -> None:
+        """End ``req``, which waits with tokens and is aborted: all tokens go to the client, as of one that runs
+        (docs/upstream/aborted_while_waiting.md)."""
         outputs.abort(abort, req)
         if req.return_routed_experts:  # docs/upstream/experts_of_waiting.md
             outputs.collect_experts(req, tree.find_kv(self, req))
+        self.send_last(req)
 
     def remember_penalties(self, batch: ScheduleBatch | None) -> None:
         """Have the penalties of a prefill ``batch`` count the tokens that its requests have generated already.

@@ -21,8 +21,6 @@ from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req
 
-from sglang_pat.host.assign import assign
-
 LONGEST_TEXT = 4096
 """Number of characters at the end of a response that are looked through."""
 
@@ -45,11 +43,6 @@ REPETITIONS = (sre.MAX_REPEAT, sre.MIN_REPEAT, sre.POSSESSIVE_REPEAT)
 GROUPS = (sre.SUBPATTERN, sre.ASSERT, sre.ASSERT_NOT)
 
 _stock_tail = Req.tail_str
-
-
-def install_bounded_tail() -> None:
-    """Have SGLang look through the end of a response in this process, where there are patterns."""
-    assign(Req, tail_str=tail_str)
 
 
 def tail_str(req: Req, *accepted: int) -> str:

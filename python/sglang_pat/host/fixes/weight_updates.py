@@ -30,7 +30,7 @@ from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
 from sglang_pat.errors import format_one_line
 from sglang_pat.host import adapter
-from sglang_pat.host.assign import assigned
+from sglang_pat.host.assign import Overlaid, assigned
 from sglang_pat.host.fixes.shared_memory import open_with_retry
 from sglang_pat.host.fixes.trainer_names import Loader, TrainerNames, Weights, accept_trainer_names
 from sglang_pat.host.layers import list_checkpoint_parts, make_shard_specs
@@ -221,17 +221,7 @@ def list_shapes(tensors: Any, load_format: str | None) -> list[tuple[str, Sequen
     return None
 
 
-def describe_unreadable(error: Exception) -> str:
-    """The answer of a rank that could not even read its tensors."""
-    return f"{REFUSED}: {type(error).__name__}: {format_one_line(error)}"
-
-
-def describe_not_received(message: str) -> str:
-    """The answer instead of SGLang's ``message``, which takes all failures for one in the middle of loading."""
-    return f"{REFUSED}: {message.partition(' The full weights')[0]}"
-
-
-class Receiver:
+class Receiver(Overlaid):
     """Stand-in for ``model`` while an update is received: what comes is looked at before any of it is loaded.
 
     All ranks get the same tensors in the same order, so all of them stop before the same ones.
@@ -242,7 +232,8 @@ class Receiver:
     """
 
     def __init__(self, model: torch.nn.Module, expected: ExpectedWeights) -> None:
-        self._model, self._expected = model, expected
+        super().__init__(model)  # SGLang goes through its modules when all has come
+        self._expected = expected
         self.problem: str | None = None
         self.loaded = False
 
@@ -255,7 +246,7 @@ class Receiver:
                 self.problem = self.problem.replace(REFUSED, BROKEN_OFF)
             raise ValueError(self.problem)
         self.loaded = True
-        cast("Loader", self._model).load_weights(given)
+        cast("Loader", self._inner).load_weights(given)
 
     def check_lengths(self, names: Sequence[str], shapes: Sequence[Any]) -> None:
         """Take nothing if there are not as many ``shapes`` as ``names``: SGLang takes the first of them."""
@@ -264,11 +255,10 @@ class Receiver:
 
     def describe(self, success: bool, message: str) -> str:
         """The answer instead of SGLang's ``message``, where nothing was written."""
-        return message if success or self.loaded else self.problem or describe_not_received(message)
-
-    def __getattr__(self, name: str) -> Any:
-        # SGLang goes through the model's modules when all has come.
-        return getattr(self._model, name)
+        if success or self.loaded:
+            return message
+        # SGLang takes all failures for one in the middle of loading.
+        return self.problem or f"{REFUSED}: {message.partition(' The full weights')[0]}"
 
 
 class ExpectingTpModelWorker(TpModelWorker):
@@ -302,7 +292,7 @@ class ExpectingTpModelWorker(TpModelWorker):
             if (given := list_shapes(tensors, recv_req.load_format)) is not None:
                 problem = self.expected.find_problem(given, recv_req.load_format)
         except Exception as error:  # the other ranks wait to hear of it
-            problem = describe_unreadable(error)
+            problem = f"{REFUSED}: {type(error).__name__}: {format_one_line(error)}"
         wrong = torch.tensor([problem is not None], dtype=torch.int32)
         dist.all_reduce(wrong, dist.ReduceOp.MAX, group=self.model_runner.groups.world)
         return tensors, problem or "" if wrong.item() else None

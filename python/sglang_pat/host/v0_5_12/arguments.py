@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from sglang.srt.server_args import ServerArgs
@@ -17,8 +17,10 @@ __all__ = ["ConfigArgumentMerger"]
 Args = TypeVar("Args", bound=ServerArgs)
 
 
-def make_class(name: str, ours: type, fill_in: Callable[[Any, Callable[[], None]], None]) -> type:
-    """The class of SGLang's arguments with the fields and methods of ``ours``, a dataclass.
+def make_class(
+    name: str, ours: type, fields: list[tuple[str, Any, Any]], fill_in: Callable[[Any, Callable[[], None]], None]
+) -> type:
+    """The class of SGLang's arguments with the methods of ``ours`` and more ``fields``: name, type, default.
 
     Args:
         fill_in: called with the arguments and with SGLang's function that fills in what is open.
@@ -28,7 +30,9 @@ def make_class(name: str, ours: type, fill_in: Callable[[Any, Callable[[], None]
         fill_in(self, lambda: ServerArgs.__post_init__(self))
 
     members = {"__module__": ours.__module__, "__doc__": ours.__doc__, "__post_init__": __post_init__}
-    return dataclass(type(name, (ours, ServerArgs), members))
+    members |= {"__annotations__": {field: kind for field, kind, _ in fields}}
+    members |= {field: default for field, _, default in fields}
+    return dataclasses.dataclass(type(name, (ours, ServerArgs), members))
 
 
 def resolve(args: Args) -> Args:
@@ -43,7 +47,7 @@ def read(args: Any) -> Any:
 
 def get_fields(args: ServerArgs) -> dict[str, Any]:
     """All fields by name."""
-    return {field.name: getattr(args, field.name) for field in fields(args)}
+    return {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
 
 
 def decide(args: ServerArgs, **values: Any) -> None:

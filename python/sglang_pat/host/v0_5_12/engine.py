@@ -6,26 +6,19 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.entrypoints.engine import SchedulerInitResult
 from sglang.srt.server_args import PortArgs, ServerArgs
 
 from sglang_pat.host.arguments import AdaptiveServerArgs
 from sglang_pat.host.assign import assign
 from sglang_pat.host.v0_5_12.arguments import get_fields, make_view
 
+JOIN = "wait_for_completion"
+"""Field of SGLang's ``SchedulerInitResult`` with the function that waits until all schedulers have ended."""
+
 
 def make_ports(identity: str, **addresses: Any) -> PortArgs:
     """SGLang's addresses; ``identity`` names the engine."""
     return PortArgs(**addresses)
-
-
-def make_result(
-    infos: list[dict[str, Any]], pids: list[int], wait_for_ready: Callable[[], None], join: Callable[[], None]
-) -> SchedulerInitResult:
-    """What SGLang's launcher is told of schedulers: what each says at its start, and functions that wait for them."""
-    return SchedulerInitResult(
-        scheduler_infos=infos, all_child_pids=pids, wait_for_ready=wait_for_ready, wait_for_completion=join
-    )
 
 
 def warm_up(args: AdaptiveServerArgs, replicas: int) -> bool:
@@ -45,13 +38,13 @@ def patch(engine: Any, swap: Callable[[Callable], Callable]) -> None:
     """Have arguments remember what the user gave, when SGLang fills in the rest."""
     fill_in = ServerArgs.__post_init__
 
+    @functools.wraps(fill_in)
     def remember(args: ServerArgs) -> None:
         given = get_fields(args)
         fill_in(args)
         vars(args).update({_AS_GIVEN: given, _FILLED_IN: get_fields(args)})
 
-    wrappers = {"__post_init__": functools.wraps(fill_in)(remember)}
-    assign(ServerArgs, **wrappers)
+    assign(ServerArgs, __post_init__=remember)
 
 
 def find_adaptive(args: Any) -> AdaptiveServerArgs | None:

@@ -32,14 +32,14 @@ GRAPHS = "graph_runner"
 # -- the process -------------------------------------------------------------------------------------------------------
 
 
-def configure(args: Any, rank: int, gpu_id: int, tp_rank: int) -> None:
-    """Prepare this process to be a rank of ``args``, those of one replica of the base layout."""
+def configure(args: Any, rank: int, gpu_id: int, tp_rank: int) -> dict[str, Any]:
+    """Prepare this process to be a rank of ``args``, those of one replica of the base layout.
+
+    Returns:
+        What a scheduler is told of its place, beside the arguments.
+    """
     # With all ranks as one group: the cores of a machine are shared out over them.
     configure_scheduler_process(args, gpu_id, rank, 0, 0, 0, 0, None)
-
-
-def describe_place(gpu_id: int, tp_rank: int) -> dict[str, Any]:
-    """What a scheduler is told of its place, beside the arguments."""
     return dict(gpu_id=gpu_id, tp_rank=tp_rank, moe_ep_rank=0, pp_rank=0, attn_cp_rank=0, moe_dp_rank=0, dp_rank=None)
 
 
@@ -60,15 +60,13 @@ def init_layers(args: ServerArgs, config: ModelConfig) -> None:
 
 # -- groups, ranks and sizes: in globals, and copied into scheduler, worker and runner ---------------------------------
 
-TP_GLOBALS = ("_TP", "_ATTN_TP", "_MOE_TP")
-"""Globals of ``parallel_state`` that follow the layout."""
-
-SINGLE_GLOBALS = ("_PP", "_ATTN_CP", "_MOE_DP", "_MOE_EP")
-"""Globals of ``parallel_state`` that are always groups of one rank (the degrees refused at start)."""
-
 
 def set_global_groups(tp: GroupCoordinator, single: GroupCoordinator) -> None:
-    assign(parallel_state, **dict.fromkeys(TP_GLOBALS, tp), **dict.fromkeys(SINGLE_GLOBALS, single))
+    """Have SGLang's layers reduce in ``tp``; they look it up when they are called.
+
+    The degrees that are refused at start always have the group ``single`` of one rank.
+    """
+    assign(parallel_state, _TP=tp, _ATTN_TP=tp, _MOE_TP=tp, _PP=single, _ATTN_CP=single, _MOE_DP=single, _MOE_EP=single)
 
 
 def set_scheduler_group(scheduler: Any, group: GroupCoordinator, tp_rank: int, tp: int) -> None:
@@ -77,6 +75,7 @@ def set_scheduler_group(scheduler: Any, group: GroupCoordinator, tp_rank: int, t
 
 
 def set_runner_group(worker: Any, runner: Any, group: GroupCoordinator, tp_rank: int, tp: int) -> None:
+    """Make a worker and its model runner rank ``tp_rank`` of this group of ``tp`` ranks."""
     assign(runner, tp_group=group, attention_tp_group=group)
     for owner in (worker, runner):
         assign(owner, tp_rank=tp_rank, tp_size=tp)
@@ -88,20 +87,10 @@ def get_place(scheduler: Any) -> tuple[int, int]:
     return scheduler.tp_rank, scheduler.tp_size
 
 
-# -- layers: sharded ones keep their degree in ``tp_size`` -------------------------------------------------------------
+# -- layers ------------------------------------------------------------------------------------------------------------
 
 StockExpertsTable = RoutedExpertsCapturer
 """The class that our table of routed experts is made of."""
-
-
-def get_degree(module: torch.nn.Module) -> int:
-    """Number of ranks that the layer is sharded over."""
-    return getattr(module, "tp_size", 1)
-
-
-def is_replicated(module: torch.nn.Module) -> bool:
-    """Whether every rank has the whole of a linear layer whose class shards others: no layer is made so."""
-    return False
 
 
 def skip_experts_table() -> AbstractContextManager[None]:
@@ -120,16 +109,6 @@ def set_places(batch: ScheduleBatch, places: torch.Tensor, numbers: list[int]) -
 def set_last_tokens(scheduler: Any, batch: ScheduleBatch, tokens: torch.Tensor) -> None:
     """Set the token that each request decodes after, int64 ``[requests]``."""
     assign(batch, output_ids=tokens)
-
-
-def count_attended(batch: ScheduleBatch) -> int:
-    """Number of tokens that a decode step of ``batch`` attends to."""
-    return int(batch.seq_lens_sum or 0)
-
-
-def add_attended(batch: ScheduleBatch, tokens: int) -> None:
-    """Note that a decode step of ``batch`` attends to so many ``tokens`` more."""
-    assign(batch, seq_lens_sum=batch.seq_lens_sum + tokens)
 
 
 def compute_whole(req: Req) -> None:
@@ -154,11 +133,6 @@ COUNTERS = ("forward_ct", "recv_skipper._counter")
 
 STEP_MARKS = ("profiler_start_forward_ct", "profiler_target_forward_ct")
 """Attributes counted in steps of this rank, dotted, which move along when ``forward_ct`` does."""
-
-
-def leave_out(batch: Any, reqs: list[Any]) -> None:
-    """Drop from a batch the requests that have ended, and ``reqs``."""
-    batch.filter_batch(chunked_req_to_exclude=reqs)
 
 
 def settle(scheduler: Any) -> None:
@@ -230,6 +204,7 @@ def copy_allocator(allocator: TokenToKVPoolAllocator) -> TokenToKVPoolAllocator:
 
 
 def set_allocator(scheduler: Any, allocator: TokenToKVPoolAllocator) -> None:
+    """Have the scheduler and its tree take slots from ``allocator``."""
     assign(scheduler, token_to_kv_pool_allocator=allocator, max_total_num_tokens=allocator.size)
     assign(scheduler.tree_cache, token_to_kv_pool_allocator=allocator)
 
@@ -241,11 +216,6 @@ def find_leak(scheduler: Any, held: int) -> str | None:
 
 
 # -- the radix tree: it hands out slots, and a request holds the last node itself --------------------------------------
-
-
-def has_tree(scheduler: Any) -> bool:
-    """Whether there is a tree, which may keep nothing."""
-    return not scheduler.tree_cache.is_chunk_cache()
 
 
 def make_key(req: Req | None, tokens: Sequence[int]) -> RadixKey:

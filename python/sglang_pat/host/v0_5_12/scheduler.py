@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import zmq
 from sglang.srt.managers.io_struct import (
     AbortReq,
     InitWeightsUpdateGroupReqInput,
@@ -24,10 +23,8 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
 )
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.managers.scheduler import SenderWrapper
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.observability.metrics_collector import SchedulerStats
-from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.server_args import PortArgs
 
 from sglang_pat.host import kv, loop
 from sglang_pat.host import requests as host
@@ -35,20 +32,16 @@ from sglang_pat.host.assign import assign, assigned
 from sglang_pat.host.fixes.outputs import drop_scores_without_tokens
 from sglang_pat.host.fixes.scheduler import PartlyMendedScheduler, refuse_merged_profiles, refuse_unless_idle
 from sglang_pat.host.fixes.weight_updates import NOT_FLUSHED, RECAPTURE_REFUSED
-from sglang_pat.host.outputs import ControlSender, RpcRelay
 from sglang_pat.host.v0_5_12 import outputs, sampling
 from sglang_pat.host.v0_5_12.runner import AdaptiveTpModelWorker
-from sglang_pat.rank.channels import RankChannel
 from sglang_pat.rank.layouts import Layouts
 from sglang_pat.rank.speculation import Speculation
-from sglang_pat.switch.order import OutputSender
 
 
 class RankScheduler(PartlyMendedScheduler):
     """SGLang's scheduler, mended, which calls what ``AdaptiveScheduler`` adds."""
 
     rank: int
-    channel_address: str
     folder: Path
     layouts: Layouts
     speculation: Speculation
@@ -57,15 +50,8 @@ class RankScheduler(PartlyMendedScheduler):
 
     def init_ipc_channels(self, port_args: PortArgs) -> None:
         super().init_ipc_channels(port_args)
-        self.channel = RankChannel(zmq.Context.instance(), self.channel_address, self.rank)
-        self.output = OutputSender(self.send_to_detokenizer, self.rank, self.describe_output)
-        self._control = ControlSender(self.channel.send_sglang, self.end_waiting)
-        self._silent = SenderWrapper(None)
-        # Followers tell nobody, but end what the leader ends: drafts come from it.
-        self._silent_control = ControlSender(lambda reply: None, self.end_waiting)
+        assign(self, **self.make_lines(self))
         self._idle_sleeper = self.idle_sleeper
-        if self.recv_from_tokenizer is not None:
-            assign(self, recv_from_rpc=RpcRelay(self.channel.send_sglang))
 
     def init_metrics(self, tp_rank: int, pp_rank: int, dp_rank: int | None) -> None:
         # Series of their own: every rank is built as the first rank of the only replica.
@@ -86,16 +72,10 @@ class RankScheduler(PartlyMendedScheduler):
             nccl_port=self.nccl_port,
         )
 
-    # -- pauses (docs/upstream/watchdog_in_a_pause.md, flush_in_a_pause.md) -----------------------------
-
-    def init_soft_watchdog(self, server_args: ServerArgs) -> None:
-        super().init_soft_watchdog(server_args)
-        if server_args.soft_watchdog_timeout is not None:
-            self.count_paused_turns(self.soft_watchdog)
+    # -- pauses (docs/upstream/flush_in_a_pause.md) -----------------------------------------------------
 
     def recv_requests(self) -> list[Any]:
         self.begin_turn()
-        self._paused_turns += self._engine_paused
         return super().recv_requests()
 
     def flush_cache(self, empty_cache: bool = True) -> bool:
@@ -117,9 +97,8 @@ class RankScheduler(PartlyMendedScheduler):
         with self.hide_others(recv_req, decoding + waiting + (self.cur_batch.reqs if self.cur_batch else [])):
             super().abort_request(recv_req)
 
-    def end_waiting(self, abort: AbortReq, req: Req) -> None:
-        """End ``req``, which waits with tokens and is aborted."""
-        self.prepare_end(abort, req)
+    def send_last(self, req: Req) -> None:
+        """Send the last output of ``req``."""
         self.stream_output([req], req.return_logprob)
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
@@ -164,24 +143,15 @@ class RankScheduler(PartlyMendedScheduler):
             self.output.reqs = part
             super().stream_output(part, return_logprob, skip_req)
 
-    def lead(self, leads: bool) -> None:
-        """Become the leader of the group that was entered, or one of its followers."""
-        assign(
-            self,
-            send_to_detokenizer=self.output if leads else self._silent,
-            send_to_tokenizer=self._control if leads else self._silent_control,
-            idle_sleeper=self._idle_sleeper if leads else None,
-            is_stats_logging_rank=leads,
-            current_scheduler_metrics_enabled=self.enable_metrics
-            and (leads or self.server_args.enable_metrics_for_all_schedulers),
-            # The estimate behind admission, which replicas have each learnt for themselves: ranks of one group must
-            # agree.
-            new_token_ratio=self.init_new_token_ratio,
-        )
-        if self.enable_metrics and not self.current_scheduler_metrics_enabled:
-            # The leader tells of its requests from now on; gauges that nobody sets would count them twice.
-            assign(self, stats=SchedulerStats())
-            self.metrics_collector.log_stats(self.stats)
+    # -- a switch --------------------------------------------------------------------------------------
+
+    def get_reporter(self) -> Any:
+        """The object with SGLang's metrics."""
+        return self
+
+    def reset_estimate(self) -> None:
+        """Forget how many tokens requests were seen to generate, by which SGLang admits others."""
+        assign(self, new_token_ratio=self.init_new_token_ratio)
 
     # -- SGLang's profiler ---------------------------------------------------------------------------
 

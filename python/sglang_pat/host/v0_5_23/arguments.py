@@ -4,9 +4,8 @@ fields, which are sealed from then on."""
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 import msgspec
 from sglang.srt.arg_groups.arg_utils import record_fields
@@ -25,8 +24,10 @@ SOURCE = "sglang_pat"
 """Who has decided, in SGLang's notes."""
 
 
-def make_class(name: str, ours: type, fill_in: Callable[[Any, Callable[[], None]], None]) -> type:
-    """The class of SGLang's arguments with the fields and methods of ``ours``, a dataclass.
+def make_class(
+    name: str, ours: type, fields: list[tuple[str, Any, Any]], fill_in: Callable[[Any, Callable[[], None]], None]
+) -> type:
+    """The class of SGLang's arguments with the methods of ``ours`` and more ``fields``: name, type, default.
 
     Args:
         fill_in: called with the arguments and with SGLang's function that fills in what is open.
@@ -36,8 +37,6 @@ def make_class(name: str, ours: type, fill_in: Callable[[Any, Callable[[], None]
         if not getattr(self, "_resolution_finished", False):
             fill_in(self, lambda: ServerArgs.resolve_once(self))
 
-    kinds = get_type_hints(ours)
-    fields = [(field.name, kinds[field.name], field.default) for field in dataclasses.fields(ours)]
     members = {"__doc__": ours.__doc__, "resolve_once": resolve_once}
     return msgspec.defstruct(name, fields, bases=(ours, ServerArgs), module=ours.__module__, namespace=members)
 

@@ -124,21 +124,6 @@ class MendedWeightUpdater(SchedulerWeightUpdaterManager):
         return answer
 
 
-class LeaderSender:
-    """A sender that components keep for good, which sends while this rank leads a group.
-
-    Args:
-        sender: the sender of a leader.
-    """
-
-    def __init__(self, sender: Any) -> None:
-        self._sender, self.leads = sender, True
-
-    def send_output(self, output: Any, recv_obj: Any = None) -> None:
-        if self.leads:
-            self._sender.send_output(output, recv_obj)
-
-
 class RankProfiler(SchedulerProfilerManager):
     """SGLang's profiler, which names a trace by this rank's number in the engine.
 

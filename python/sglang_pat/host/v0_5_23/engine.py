@@ -6,25 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.arg_groups.arg_utils import record_fields
-from sglang.srt.entrypoints.engine import SchedulerInitResult
 from sglang.srt.server_args import PortArgs, ServerArgs
 
 from sglang_pat.host.arguments import AdaptiveServerArgs
 from sglang_pat.host.assign import Overlaid, assign, assigned
 
+JOIN = "block_until_scheduler_exits"
+"""Field of SGLang's ``SchedulerInitResult`` with the function that waits until all schedulers have ended."""
+
 
 def make_ports(identity: str, **addresses: Any) -> PortArgs:
     """SGLang's addresses; ``identity`` names the engine."""
     return PortArgs(**addresses, decoupled_spec_ipc_config=None, instance_id=identity)
-
-
-def make_result(
-    infos: list[dict[str, Any]], pids: list[int], wait_for_ready: Callable[[], None], join: Callable[[], None]
-) -> SchedulerInitResult:
-    """What SGLang's launcher is told of schedulers: what each says at its start, and functions that wait for them."""
-    return SchedulerInitResult(
-        scheduler_infos=infos, all_child_pids=pids, wait_for_ready=wait_for_ready, block_until_scheduler_exits=join
-    )
 
 
 def warm_up(args: AdaptiveServerArgs, replicas: int) -> bool:

@@ -17,7 +17,6 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import bootstrap, parallel_state
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.layers.dp_attention import initialize_dp_attention
-from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.managers import schedule_batch
 from sglang.srt.managers.overlap_utils import resolve_forward_inputs
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -40,16 +39,16 @@ GRAPHS = "decode_cuda_graph_runner"
 # -- the process, which publishes its configuration before it builds anything ------------------------------------------
 
 
-def configure(args: Any, rank: int, gpu_id: int, tp_rank: int) -> None:
-    """Prepare this process to be a rank of ``args``, those of one replica of the base layout."""
+def configure(args: Any, rank: int, gpu_id: int, tp_rank: int) -> dict[str, Any]:
+    """Prepare this process to be a rank of ``args``, those of one replica of the base layout.
+
+    Returns:
+        What a scheduler is told of its place, beside the arguments: nothing, it is published.
+    """
     register_tree()
     context = publish(args, role="scheduler", ranks=SpawnRanks(world_rank=tp_rank, gpu_id=gpu_id))
     context.override("sglang_pat", radix_cache_backend=TREE_BACKEND)
     configure_scheduler_process(args, gpu_id)
-
-
-def describe_place(gpu_id: int, tp_rank: int) -> dict[str, Any]:
-    """What a scheduler is told of its place, beside the arguments: nothing, it was published."""
     return {}
 
 
@@ -73,24 +72,21 @@ def init_layers(args: ServerArgs, config: ModelConfig) -> None:
 
 # -- groups, ranks and sizes: in SGLang's ``ParallelContext``, which layers and schedulers read on each call -----------
 
-FOLLOWING = ("tp", "attn_tp", "moe_tp")
-"""Dimensions of the context that follow the layout: each has a group, a rank and a size."""
-
-SINGLE = ("pp", "attn_cp", "moe_dp", "moe_ep")
-"""Dimensions that are always of one rank (the degrees refused at start)."""
-
 
 def set_global_groups(tp: GroupCoordinator, single: GroupCoordinator) -> None:
+    """Have SGLang's layers reduce in ``tp``; they look it up when they are called.
+
+    The degrees that are refused at start always have the group ``single`` of one rank.
+    """
     # SGLang checks that groups, ranks and sizes agree, so all are set at once.  CUDA graphs are captured in the groups
     # that ``parallel_state`` has beside the context.
-    values: dict[str, Any] = {"shared_experts_tp_group": tp}
-    for name in FOLLOWING:
-        values |= {f"{name}_group": tp, f"{name}_rank": tp.rank_in_group, f"{name}_size": tp.world_size}
-    for name in SINGLE:
-        values[f"{name}_group"] = single
+    groups = dict.fromkeys(("tp", "attn_tp", "moe_tp", "shared_experts_tp"), tp)
+    groups |= dict.fromkeys(("pp", "attn_cp", "moe_dp", "moe_ep"), single)
+    values: dict[str, Any] = {f"{name}_group": group for name, group in groups.items()}
+    for name in ("tp", "attn_tp", "moe_tp"):
+        values |= {f"{name}_rank": tp.rank_in_group, f"{name}_size": tp.world_size}
     get_parallel().override_permanently(**values)
-    globals_ = {f"_{name.upper()}": tp for name in (*FOLLOWING, "shared_experts_tp")}
-    assign(parallel_state, **globals_, **{f"_{name.upper()}": single for name in SINGLE})
+    assign(parallel_state, **{f"_{name.upper()}": group for name, group in groups.items()})
 
 
 def set_scheduler_group(scheduler: Any, group: GroupCoordinator, tp_rank: int, tp: int) -> None:
@@ -99,6 +95,7 @@ def set_scheduler_group(scheduler: Any, group: GroupCoordinator, tp_rank: int, t
 
 
 def set_runner_group(worker: Any, runner: Any, group: GroupCoordinator, tp_rank: int, tp: int) -> None:
+    """Make a worker and its model runner rank ``tp_rank`` of this group of ``tp`` ranks."""
     assign(runner.load_config, tp_rank=tp_rank)  # all else they ask the context
 
 
@@ -107,7 +104,7 @@ def get_place(scheduler: Any) -> tuple[int, int]:
     return parallel.tp_rank, parallel.tp_size
 
 
-# -- layers: linear ones keep the group that they are sharded over -----------------------------------------------------
+# -- layers ------------------------------------------------------------------------------------------------------------
 
 
 class StockExpertsTable(RoutedExpertsCapturer):
@@ -115,17 +112,6 @@ class StockExpertsTable(RoutedExpertsCapturer):
 
     def destroy(self) -> None:
         """Do nothing where SGLang lets go of its own table, which is pinned."""
-
-
-def get_degree(module: torch.nn.Module) -> int:
-    """Number of ranks that the layer is sharded over."""
-    group = getattr(module, "tp_group", None)
-    return getattr(module, "tp_size", 1) if group is None else group.world_size
-
-
-def is_replicated(module: torch.nn.Module) -> bool:
-    """Whether every rank has the whole of a linear layer whose class shards others."""
-    return isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.parallel_group == "replicated"
 
 
 def skip_experts_table() -> AbstractContextManager[None]:
@@ -149,16 +135,6 @@ def set_last_tokens(scheduler: Any, batch: ScheduleBatch, tokens: torch.Tensor) 
     """Set the token that each request decodes after, int64 ``[requests]``."""
     assign(batch, input_ids=None)
     scheduler.future_map.output_tokens_buf[batch.req_pool_indices] = tokens
-
-
-def count_attended(batch: ScheduleBatch) -> int:
-    """Number of tokens that a decode step of ``batch`` attends to; SGLang sums lengths up in the step only."""
-    return 0 if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu.sum())
-
-
-def add_attended(batch: ScheduleBatch, tokens: int) -> None:
-    """Note that a decode step of ``batch`` attends to more ``tokens``: SGLang sums lengths up in the step."""
-    assign(batch, seq_lens_sum=None)
 
 
 def compute_whole(req: Req) -> None:
@@ -188,11 +164,6 @@ COUNTERS = (
 
 STEP_MARKS = ("profiler_manager.profiler_start_forward_ct", "profiler_manager.profiler_target_forward_ct")
 """Attributes counted in steps of this rank, dotted, which move along when ``forward_ct`` does."""
-
-
-def leave_out(batch: Any, reqs: list[Any]) -> None:
-    """Drop from a batch the requests that have ended, and ``reqs``."""
-    batch.filter_batch(reqs_to_exclude=reqs)
 
 
 def settle(scheduler: Any) -> None:
@@ -270,6 +241,7 @@ def copy_allocator(allocator: TokenToKVPoolAllocator) -> TokenToKVPoolAllocator:
 
 
 def set_allocator(scheduler: Any, allocator: TokenToKVPoolAllocator) -> None:
+    """Have the scheduler and its tree take slots from ``allocator``."""
     # A dozen components hold the scheduler's own allocator, some of them frozen: it stays, and becomes this one, once
     # its slots are freed (``clear_pools``).
     live, size = scheduler.token_to_kv_pool_allocator, allocator.size
@@ -300,11 +272,6 @@ def register_tree() -> None:
     """Make :data:`TREE_BACKEND` known to SGLang, in every process that reads its arguments."""
     if registry.get_radix_cache_factory(TREE_BACKEND) is None:
         registry.register_radix_cache_backend(TREE_BACKEND, lambda context: RadixCache(context.params))
-
-
-def has_tree(scheduler: Any) -> bool:
-    """Whether there is a tree, which may keep nothing."""
-    return not scheduler.tree_cache.disable
 
 
 def make_key(req: Req | None, tokens: Sequence[int]) -> RadixKey:

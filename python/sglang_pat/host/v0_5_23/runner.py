@@ -96,7 +96,7 @@ def capture(model_runner: Any, sizes: Sequence[int]) -> None:
 
 
 def set_allocator(model_runner: Any, allocator: Any) -> None:
-    """Do nothing: the runner's allocator becomes another's where the scheduler's does (``kv.set_allocator``)."""
+    """Do nothing: the runner's allocator becomes another's where the scheduler's does (``rank.set_allocator``)."""
 
 
 def set_pool(worker: Any, model_runner: Any, allocator: Any) -> None:

@@ -10,14 +10,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import zmq
 from sglang.srt.distributed import bootstrap
 from sglang.srt.layers.dp_attention import initialize_dp_attention
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import NextBatchPlan, Req, ScheduleBatch
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
-from sglang.srt.observability.metrics_collector import SchedulerStats
-from sglang.srt.runtime_context import get_device, get_exec, get_observability, get_parallel
+from sglang.srt.runtime_context import get_device, get_exec, get_parallel
 from sglang.srt.server_args import PortArgs
 
 from sglang_pat.config import AdaptiveConfig
@@ -26,9 +24,7 @@ from sglang_pat.host import requests as host
 from sglang_pat.host.assign import assign, assigned
 from sglang_pat.host.batches import PROCESSED
 from sglang_pat.host.fixes.scheduler import PartlyMendedScheduler
-from sglang_pat.host.outputs import ControlSender, RpcRelay
 from sglang_pat.host.v0_5_23.components import (
-    LeaderSender,
     MendedOutputStreamer,
     MendedResultProcessor,
     MendedWeightUpdater,
@@ -37,9 +33,7 @@ from sglang_pat.host.v0_5_23.components import (
 )
 from sglang_pat.host.v0_5_23.runner import AdaptiveTpModelWorker
 from sglang_pat.host.v0_5_23.sampling import RebuildingGrammarManager
-from sglang_pat.rank.channels import RankChannel
 from sglang_pat.rank.speculation import Speculation
-from sglang_pat.switch.order import OutputSender
 
 
 class RankScheduler(PartlyMendedScheduler):
@@ -47,7 +41,6 @@ class RankScheduler(PartlyMendedScheduler):
 
     adaptive: AdaptiveConfig
     rank: int
-    channel_address: str
     folder: Path
     speculation: Speculation
 
@@ -71,15 +64,8 @@ class RankScheduler(PartlyMendedScheduler):
     def init_ipc_channels(self, port_args: PortArgs) -> None:
         super().init_ipc_channels(port_args)
         assign(self, load_snapshot_writer=None)  # nobody reads it: the coordinator reports the load
-        self.channel = RankChannel(zmq.Context.instance(), self.channel_address, self.rank)
-        channels = self._sockets = self.ipc_channels
-        self.output = OutputSender(channels.send_to_detokenizer, self.rank, self.describe_output)
-        control = ControlSender(self.channel.send_sglang, self.end_waiting)
-        self._senders = LeaderSender(self.output), LeaderSender(control)
-        changed: dict[str, Any] = dict(zip(("send_to_detokenizer", "send_to_tokenizer"), self._senders, strict=True))
-        if channels.recv_from_rpc is not None:
-            changed["recv_from_rpc"] = RpcRelay(self.channel.send_sglang)
-        assign(self, ipc_channels=dataclasses.replace(channels, **changed))
+        sockets = self._sockets = self.ipc_channels
+        assign(self, ipc_channels=dataclasses.replace(sockets, **self.make_lines(sockets)))
 
     def init_metrics_collector(self) -> None:
         # Series of their own: every rank is built as the first rank of the only replica.
@@ -127,16 +113,10 @@ class RankScheduler(PartlyMendedScheduler):
     def init_grammar_manager(self) -> None:
         self.grammar_manager = RebuildingGrammarManager(self)
 
-    # -- pauses (docs/upstream/watchdog_in_a_pause.md) --------------------------------------------------
-
-    def init_soft_watchdog(self) -> None:
-        super().init_soft_watchdog()
-        if (watchdog := getattr(self, "soft_watchdog", None)) is not None:
-            self.count_paused_turns(watchdog)
+    # -- pauses ------------------------------------------------------------------------------------
 
     def ingest_requests(self, stop_at_pause: bool = False) -> list[Any]:
         self.begin_turn()
-        self._paused_turns += self._engine_paused
         return super().ingest_requests(stop_at_pause)
 
     def flush_cache(self, empty_cache: bool = True) -> bool:
@@ -163,9 +143,8 @@ class RankScheduler(PartlyMendedScheduler):
         else:
             super().send_abort_output(abort_req, req)
 
-    def end_waiting(self, abort: AbortReq, req: Req) -> None:
-        """End ``req``, which waits with tokens and is aborted."""
-        self.prepare_end(abort, req)
+    def send_last(self, req: Req) -> None:
+        """Send the last output of ``req``."""
         self.output_streamer.stream_output([req], req.return_logprob)
 
     # -- steps -------------------------------------------------------------------------------------
@@ -188,21 +167,12 @@ class RankScheduler(PartlyMendedScheduler):
         processed = bool(self.result_queue) and self.result_queue[0][1] is PROCESSED
         return [] if processed else super()._reqs_finishing_inflight(batch)
 
-    def lead(self, leads: bool) -> None:
-        """Become the leader of the group that was entered, or one of its followers."""
-        for sender in self._senders:
-            sender.leads = leads
-        assign(self, idle_sleeper=self._idle_sleeper if leads else None)
-        reporter, observed = self.metrics_reporter, get_observability()
-        assign(
-            reporter,
-            is_stats_logging_rank=leads,
-            current_scheduler_metrics_enabled=reporter.enable_metrics
-            and (leads or observed.enable_metrics_for_all_schedulers),
-        )
-        # The estimate behind admission, which replicas have each learnt for themselves: ranks of one group must agree.
+    # -- a switch ----------------------------------------------------------------------------------
+
+    def get_reporter(self) -> Any:
+        """The object with SGLang's metrics."""
+        return self.metrics_reporter
+
+    def reset_estimate(self) -> None:
+        """Forget how many tokens requests were seen to generate, by which SGLang admits others."""
         self.new_token_ratio_tracker.reset()
-        if reporter.enable_metrics and not reporter.current_scheduler_metrics_enabled:
-            # The leader tells of its requests from now on; gauges that nobody sets would count them twice.
-            assign(reporter, stats=SchedulerStats())
-            reporter.metrics_collector.log_stats(reporter.stats)
