@@ -28,8 +28,8 @@ from rich.table import Table
 
 from sglang_pat.cpu import shim
 from sglang_pat.integrations.balance import EngineReport
-from sglang_pat.integrations.verl.actors import ask_each
 from sglang_pat.integrations.verl.balancer import INTERVAL_SECONDS, AdaptiveBalancer
+from sglang_pat.integrations.verl.fleet import ask_each
 
 AT_ONCE = 64
 """Requests of a client that are under way at the same time."""

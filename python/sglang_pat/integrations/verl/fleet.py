@@ -2,7 +2,7 @@
 
 1. A client's request fails.  It takes the engine out of the balancer, and the request goes on elsewhere
    (:class:`~.client.SurvivingClient`).
-2. The trainer passes the engine over, where it asks all of something (:func:`~.actors.ask_each`), and so do its ranks,
+2. The trainer passes the engine over, where it asks all of something (:func:`ask_each`), and so do its ranks,
    where they send weights (``adapter.py``).
 3. A new engine is started, in the place and under the name of the dead one: while the others generate, if they still
    have the GPUs, else before weights are sent.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
@@ -36,7 +36,6 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 from sglang_pat.errors import format_one_line
 from sglang_pat.figures import job_log
 from sglang_pat.integrations.verl import resize
-from sglang_pat.integrations.verl.actors import find_actor, name_server
 
 MOST_STARTS = 3
 """Number of times that engines are started anew for one update of the weights."""
@@ -327,6 +326,35 @@ class Fleet(CheckpointEngineManager):
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, RayActorError):
                 raise result
+
+
+def ask_each(actors: Iterable[ActorHandle], method: str, *args: Any) -> list[Any]:
+    """What each actor answers to ``method``; None: it is dead, or died meanwhile."""
+    return gather([getattr(actor, method).remote(*args) for actor in actors])
+
+
+def gather(calls: Iterable[ray.ObjectRef]) -> list[Any]:
+    """What calls of actors answer; None: the actor is dead, or died meanwhile."""
+    answers: list[Any] = []
+    for call in calls:
+        try:
+            answers.append(ray.get(call))
+        except RayActorError:
+            answers.append(None)
+    return answers
+
+
+def name_server(replica: int, node: int, suffix: str = "") -> str:
+    """Name that verl gives the actor of a replica on one of its nodes."""
+    return f"sglang_server_{replica}_{node}{suffix}"
+
+
+def find_actor(name: str) -> ActorHandle | None:
+    """The actor of this name that lives, as far as Ray knows."""
+    try:
+        return ray.get_actor(name)
+    except ValueError:
+        return None
 
 
 def check_some_live(fleets: Sequence[Fleet]) -> None:

@@ -35,10 +35,9 @@ from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 
 from sglang_pat import figures
 from sglang_pat.integrations.verl import missing_rewards, options, rewards
-from sglang_pat.integrations.verl.actors import ask_each
 from sglang_pat.integrations.verl.client import AdaptiveAsyncClient, AdaptiveClient
 from sglang_pat.integrations.verl.fields import DEGREES, MOVES, expand_runs
-from sglang_pat.integrations.verl.fleet import Fleet, check_some_live
+from sglang_pat.integrations.verl.fleet import Fleet, ask_each, check_some_live
 from sglang_pat.integrations.verl.options import PREFIX
 from sglang_pat.integrations.verl.reward_ledger import TrainerLedger
 from sglang_pat.integrations.verl.tail_batching import TailBatching
@@ -234,8 +233,8 @@ class AdaptiveTrainer(CheckedTrainer):
     and how the engines spent the step.
 
     Attributes:
-        tail_batching_at: option that holds those of tail batching; None: this mode has none.
-        announces_steps: whether the prompts of a step are announced to the engines.
+        tail_batching_at: option that holds those of tail batching; None: this mode has none, and its steps do not begin
+            with their prompts.
         streams: whether a step is trained in chunks, as its groups are complete.
         worker_class: class of the trainer's ranks; None: verl's.
         tail_batching: the job's tail batching; None: it has none.
@@ -243,7 +242,7 @@ class AdaptiveTrainer(CheckedTrainer):
     """
 
     tail_batching_at: str | None = None
-    announces_steps = streams = False
+    streams = False
     worker_class: type[ActorRolloutRefWorker] | None = None
     tail_batching: TailBatching | None = None
     ledger: TrainerLedger | None = None
@@ -277,7 +276,7 @@ class AdaptiveTrainer(CheckedTrainer):
     def on_validate_end(self) -> None:
         super().on_validate_end()
         self.engines.announce(EndRound())
-        if self.announces_steps:  # else those of the step go on meanwhile
+        if self.tail_batching_at:  # else prompts of the step go on meanwhile
             self.engines.take_metrics()  # no step's
         if self.ledger:
             self.ledger.take_metrics()
@@ -304,7 +303,7 @@ class AdaptiveTrainer(CheckedTrainer):
     def _add_batch_to_generate(self) -> None:
         if self.tail_batching:
             return self.tail_batching.begin_step()
-        if self.announces_steps:
+        if self.tail_batching_at:
             self.engines.announce(self._describe_step())
         super()._add_batch_to_generate()
 
@@ -387,7 +386,7 @@ def _make_degree_metrics(data: Any, differences: bool = True) -> dict[str, float
 class AdaptiveSync(AdaptiveTrainer, PPOTrainerSync):
     """verl's ``sync``, also with tail batching: ``+trainer.v1.sglang_pat_sync.tail_batching=strict`` or ``reorder``."""
 
-    mode, tail_batching_at, announces_steps = "sync", f"trainer.v1.{PREFIX}sync", True
+    mode, tail_batching_at = "sync", f"trainer.v1.{PREFIX}sync"
 
 
 @register_trainer(f"{PREFIX}colocate_async")
