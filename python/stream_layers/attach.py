@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat.host import adapter
@@ -52,7 +53,7 @@ def attach() -> None:
     if _attached:
         return
     _attached = True
-    adapter.streaming.hook_arguments(_refuse, CannotStream)
+    adapter.streaming.hook_arguments(partial(refuse_arguments, more=adapter.streaming.REFUSED), CannotStream)
     setattr(model_runner, adapter.streaming.OFFLOADER, lambda *_, **__: make_offloader(adapter.streaming.read_engine()))
     loader._initialize_model = _with_layers_found(loader._initialize_model)
     Scheduler.get_next_batch_to_run = _with_memory_followed(Scheduler.get_next_batch_to_run)
@@ -60,10 +61,6 @@ def attach() -> None:
     for owner, names in adapter.streaming.TOUCH_WEIGHTS:
         for name in names:
             setattr(owner, name, _with_weights_in_host_memory(getattr(owner, name)))
-
-
-def _refuse(args: Any) -> None:
-    refuse_arguments(args, adapter.streaming.REFUSED)
 
 
 def make_offloader(engine: Any) -> BaseOffloader:

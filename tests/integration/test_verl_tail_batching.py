@@ -92,7 +92,7 @@ class World(TailBatchingBuffer):
     def submitted(self, rows) -> None:
         self.started.append([row["raw_prompt"][0] for row in rows])
         for row, text in zip(rows, self.started[-1], strict=True):
-            uid = tail_batching._get_uid(row)
+            uid = row["uid"][0]
             assert uid not in self.responses, "it is out of the queue before it starts again"
             lengths = [LIMIT if self.rng.random() < 0.1 else self.rng.randint(100, 600) for _ in range(RESPONSES)]
             self.texts[uid], self.responses[uid] = text, [Response(length) for length in lengths]
@@ -322,7 +322,7 @@ class Failing(World):
         super().submitted(rows)
         for row, text in zip(rows, self.started[-1], strict=True):
             if self.fails(text):
-                self.responses[tail_batching._get_uid(row)] = []
+                self.responses[row["uid"][0]] = []
 
     def _sync_metadata_from_transfer_queue(self) -> None:
         super()._sync_metadata_from_transfer_queue()

@@ -337,8 +337,11 @@ class TailBatchingBuffer(ReplayBuffer):
         """Start each draw with all its responses; draws of one prompt are prompts of their own to verl."""
         rows = []
         for (index, draw), samples in draws.items():
-            row = _copy_with_new_uid(self._rows[index]) if draw else self._rows[index]
-            uid = self._uids[index, draw] = _get_uid(row)
+            row = self._rows[index]
+            if draw:
+                row = row.clone(recurse=False)
+                tensordict_utils.assign_non_tensor_stack(row, "uid", [str(uuid.uuid4())])
+            uid = self._uids[index, draw] = row["uid"][0]
             self._under_way[uid] = samples
             self._started[uid] = time.monotonic()
             self._unsettled.add(uid)
@@ -443,14 +446,3 @@ def _collect_lengths(trajectories: Mapping[str, Mapping[str, Any]]) -> defaultdi
         if "response_len" in tag:
             lengths[uid][int(session)] = lengths[uid].get(int(session), 0) + tag["response_len"]
     return lengths
-
-
-def _get_uid(row: TensorDict) -> str:
-    return row["uid"][0]
-
-
-def _copy_with_new_uid(row: TensorDict) -> TensorDict:
-    """A copy of a prompt, with a uid of its own."""
-    other = row.clone(recurse=False)
-    tensordict_utils.assign_non_tensor_stack(other, "uid", [str(uuid.uuid4())])
-    return other
