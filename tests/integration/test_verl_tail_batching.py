@@ -14,7 +14,7 @@ import transfer_queue
 from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY
 from verl.utils import tensordict_utils
 
-from sglang_pat.integrations.verl import options, tail_batching
+from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.tail_batching import ChunkedTailBatchingBuffer, NoResponseError, TailBatchingBuffer
 from sglang_pat.messages import BeginRound
 
