@@ -145,7 +145,7 @@ class _Gated(AdaptiveTrainer):
     def _add_batch_to_generate(self) -> None:
         super()._add_batch_to_generate()
         if self.tail_batching:
-            under_way = self.tail_batching.buffer._admitter.state.round
+            under_way = self.tail_batching._admitter.state.round
             assert under_way is not None
             ray.get(self._gate.begin.remote(self.global_steps, under_way.kind == LONG))
 

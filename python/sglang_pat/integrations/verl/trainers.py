@@ -1,8 +1,8 @@
 """verl's trainers, with what this engine adds to them: ``trainer.v1.trainer_mode=sglang_pat_sync`` and the like.
 
 The trainer of a mode is verl's own and :class:`AdaptiveTrainer`, whose hooks call objects: :class:`Engines`,
-:class:`~.tail_batching.TailBatching`, :class:`~.reward_ledger.TrainerLedger`.  A hook of verl's is overridden there or
-in the class of a mode, never in both.
+:class:`~.tail_batching.TailBatchingBuffer`, :class:`~.reward_ledger.TrainerLedger`.  A hook of verl's is overridden
+there or in the class of a mode, never in both.
 
 verl's own modes run as they are, but for :class:`CheckedTrainer`, whose classes have their names in verl's registry.
 """
@@ -40,7 +40,7 @@ from sglang_pat.integrations.verl.fields import DEGREES, MOVES, expand_runs
 from sglang_pat.integrations.verl.fleet import Fleet, ask_each, check_some_live
 from sglang_pat.integrations.verl.options import PREFIX
 from sglang_pat.integrations.verl.reward_ledger import TrainerLedger
-from sglang_pat.integrations.verl.tail_batching import TailBatching
+from sglang_pat.integrations.verl.tail_batching import ChunkedTailBatchingBuffer, TailBatchingBuffer
 from sglang_pat.messages import BeginRound, EndRound
 
 logger = logging.getLogger(__name__)
@@ -237,14 +237,14 @@ class AdaptiveTrainer(CheckedTrainer):
             with their prompts.
         streams: whether a step is trained in chunks, as its groups are complete.
         worker_class: class of the trainer's ranks; None: verl's.
-        tail_batching: the job's tail batching; None: it has none.
+        tail_batching: buffer of the job's tail batching; None: it has none.
         ledger: ledger of rewards with limits; None: the job has none.
     """
 
     tail_batching_at: str | None = None
     streams = False
     worker_class: type[ActorRolloutRefWorker] | None = None
-    tail_batching: TailBatching | None = None
+    tail_batching: TailBatchingBuffer | None = None
     ledger: TrainerLedger | None = None
 
     def __init__(self, config: DictConfig) -> None:
@@ -293,16 +293,16 @@ class AdaptiveTrainer(CheckedTrainer):
         """Build verl's buffer, or that of tail batching."""
         where = self.tail_batching_at
         if where and (rules := options.read_tail_batching(self.config, where, self.trainer_mode)):
-            stop = self.engines.stop_requests if self.streams else None
-            self.tail_batching = TailBatching(self, rules, self.engines.announce, stop)
-        buffer = self.tail_batching.buffer if self.tail_batching else super()._build_replay_buffer()
+            kind = ChunkedTailBatchingBuffer if self.streams else TailBatchingBuffer
+            self.tail_batching = kind.of_trainer(self, rules)
+        buffer = self.tail_batching or super()._build_replay_buffer()
         if self.tail_batching or self.streams:
             buffer.poll_interval = POLL_SECONDS
         return buffer
 
     def _add_batch_to_generate(self) -> None:
         if self.tail_batching:
-            return self.tail_batching.begin_step()
+            return self.tail_batching.begin(self.global_steps)
         if self.tail_batching_at:
             self.engines.announce(self._describe_step())
         super()._add_batch_to_generate()
@@ -323,7 +323,7 @@ class AdaptiveTrainer(CheckedTrainer):
         if self.ledger:
             self.ledger.save(folder / LIMITS_FILE)
         if self.tail_batching:
-            torch.save(self.tail_batching.buffer.get_state(), folder / WAITING_FILE)
+            torch.save(self.tail_batching.get_state(), folder / WAITING_FILE)
         super()._save_checkpoint()
 
     def _load_checkpoint(self) -> None:
@@ -335,7 +335,7 @@ class AdaptiveTrainer(CheckedTrainer):
         waiting = "prompts that waited at this checkpoint, if any, are left out"
         if self.tail_batching and (path := self._find_saved(WAITING_FILE, waiting)):
             # As verl reads its own files; this one has its rows in it, which are no tensors alone.
-            self.tail_batching.buffer.restore(torch.load(path, weights_only=False), str(path))
+            self.tail_batching.restore(torch.load(path, weights_only=False), str(path))
 
     def _find_saved(self, name: str, otherwise: str) -> Path | None:
         """A file of the checkpoint from which the job goes on; where there is none, the log has ``otherwise``."""
