@@ -75,7 +75,7 @@ def run(args: argparse.Namespace, begun: float) -> Report:
         raise ValueError(f"--only {' '.join(sorted(unknown))}: choose from {', '.join(names)}")
     check_output_folder(args.out)
     options = {
-        "device": _check_device(device),
+        "device": f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "cpu",
         "ranks": ranks,
         "sharing": sharing,
         "flags": args.engine_flags or "none",
@@ -110,9 +110,3 @@ def _run_step(step, bench) -> Result:
     result.name, result.seconds = name, time.monotonic() - begun
     print(f"  {result.verdict}: {result.line} ({result.seconds:.0f} s)", flush=True)
     return result
-
-
-def _check_device(device: str) -> str:
-    import torch
-
-    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if device == "cuda" else "cpu"
