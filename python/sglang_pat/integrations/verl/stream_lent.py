@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 from unittest.mock import patch
 
 import ray
@@ -89,6 +90,7 @@ class LentRanks(Gpus):
     """GPUs that are the engines', of which the trainer gets those that are lent until the engines sleep."""
 
     train_alone = True
+    bell: Any = None
 
     def __init__(self, trainer: AdaptiveStreamLent) -> None:
         self._trainer = trainer
@@ -105,7 +107,6 @@ class LentRanks(Gpus):
         """Have the trainer's ranks hear a bell from now on: an actor that says between two passes whether to stop."""
 
         # Here, so that Ray sends the class itself: of another one it would import the module, and verl with it.
-        @ray.remote(num_cpus=0)
         class Bell:
             def __init__(self) -> None:
                 self.rung = False
@@ -116,10 +117,12 @@ class LentRanks(Gpus):
             async def is_rung(self) -> bool:
                 return self.rung
 
-        self.bell = Bell.remote()
+        self.bell = ray.remote(num_cpus=0)(Bell).remote()
         self._trainer.actor_rollout_wg.listen(self.bell)
 
     def begin_step(self) -> None:
+        if self.bell is None:
+            self.listen()
         self.ranks, self.left_at, self.generates = (), 1.0, True
         self._lent, self._left, self._asked_at = {}, set(), 0
         self._pace.begin_step(time.monotonic())
@@ -283,7 +286,3 @@ class AdaptiveStreamLent(StreamTrainer, PPOTrainerColocateAsync):
     def __init__(self, config: DictConfig) -> None:
         options.check_stream(config, MODE, self.mode, lent=True)
         super().__init__(config)
-
-    def on_init_end(self) -> None:
-        self.gpus.listen()
-        super().on_init_end()
