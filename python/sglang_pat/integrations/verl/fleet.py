@@ -136,8 +136,10 @@ class Fleet(CheckpointEngineManager):
             while self._leaving:
                 _release(self._leaving.pop())
             if not dead:
-                await self._join()
-                self._have_gpus = True
+                if self._new:  # they get requests from now on
+                    new = {replica.server_address: replica.server_handle for replica in self._new}
+                    await self._balancer.add_servers.remote(new)
+                self._new, self._have_gpus = [], True
                 return metrics
         numbers = ", ".join(str(replica.replica_rank) for replica in dead)
         raise RuntimeError(
@@ -157,8 +159,9 @@ class Fleet(CheckpointEngineManager):
             raise RuntimeError(f"the node of an engine is gone, and the job cannot go on without it: {why}")
         await asyncio.gather(*map(self._remove, leaving))
         self._lacks = ""
-        if gone and new > 0:
-            await _wait_for_room(gone[0].gpus_per_replica_node)
+        end = time.monotonic() + ROOM_SECONDS  # not for long, since a whole node may be gone
+        while gone and new > 0 and time.monotonic() < end and _find_lacking(gone[0].gpus_per_replica_node):
+            await asyncio.sleep(0.1)
         starts = [self._start() for _ in range(new)] + [self._restart(one) for one in dead if one not in leaving]
         await asyncio.gather(*starts)
         self._deaths += sum(replica in dead or replica in gone for replica in leaving)
@@ -286,13 +289,6 @@ class Fleet(CheckpointEngineManager):
             with suppress(RayActorError):  # it has died, too
                 await dead.sleep()
 
-    async def _join(self) -> None:
-        """Give new engines requests, from now on."""
-        if self._new:
-            new = {replica.server_address: replica.server_handle for replica in self._new}
-            await self._balancer.add_servers.remote(new)
-        self._new = []
-
     # -- what verl asks of all replicas ----------------------------------------------------------------
 
     @auto_await
@@ -414,13 +410,6 @@ def _find_lacking(gpus: int) -> str:
         return ""
     free = ", ".join(f"{room.get(name, 0):g} and {room.get('CPU', 0):g}" for room in rooms)
     return f"it needs {gpus} {name} and {colocated * gpus} CPU of one node, free on each are {free}"
-
-
-async def _wait_for_room(gpus: int) -> None:
-    """Wait until Ray has room for an engine; not for long, since a whole node may be gone."""
-    end = time.monotonic() + ROOM_SECONDS
-    while _find_lacking(gpus) and time.monotonic() < end:
-        await asyncio.sleep(0.1)
 
 
 def _release(replica: RolloutReplica) -> None:

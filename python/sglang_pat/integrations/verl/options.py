@@ -1,10 +1,6 @@
 """Options of a verl job for this engine, for streaming and for tail batching, checked before anything is started.
 
-A :class:`Rule` is one option of verl's, what it must be, and why.  The rules of an adaptive engine are :data:`ENGINE`,
-those of a step that is streamed :func:`list_stream_rules`, those of lent ranks :func:`list_lent_rules`, and those
-beside tail batching in :func:`read_tail_batching`.  What is given and would not be used is refused, too.
-
-Nothing of verl is imported with this module.
+What is given and would not be used is refused, too.  Nothing of verl is imported with this module.
 """
 
 from __future__ import annotations

@@ -3,12 +3,10 @@
 
 Its step is :class:`~sglang_pat.integrations.verl.streaming.StreamStep`; :class:`LentRanks` says who has the GPUs.
 
-All ranks generate at first.  When it pays, or, without a profile, when KV fits (:mod:`sglang_pat.policies.lending`),
-each engine lends every second rank.  Those of the trainer's replicas that have their GPUs train on the groups that are
-complete.  The other ranks go on with all requests.  When the batch is complete, or earlier if that is faster, the ranks
-go back.  Then the engines sleep, and all replicas train on the rest.  Of several engines the one with the fewest
-requests may sleep before, when it has none, or when the others are better at its last ones: the trainer has all its
-ranks then.
+All ranks generate at first.  Then each engine lends every second rank (:mod:`sglang_pat.policies.lending` says when),
+and replicas of the trainer there train on complete groups.  When the batch is complete, or earlier if that is faster,
+the ranks go back.  Then the engines sleep, and all replicas train on the rest.  Of several engines the one with the
+fewest requests may sleep before: the trainer has all its ranks then.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """verl's trainer that trains on groups while the others are still generated (RollPacker, section 4.4):
 ``trainer.v1.trainer_mode=sglang_pat_stream``.
 
-A step starts a batch of prompts, when all before it were trained on.  As soon as groups are complete, with their
-rewards, their gradients are added up; what is complete by then is the next chunk.  When the batch is there, the sum is
-divided once, the weights are updated once, and go to all engines.  So the weights of the step generated all of its
-tokens, and the update is that of the whole batch.
+The weights of a step generate all of its tokens, and its update is that of the whole batch (``docs/streaming.md``).
 
 :class:`StreamStep` is such a step, from top to bottom.  :class:`StreamTrainer` is a trainer whose ``step`` it is; its
 worker adds gradients up (:mod:`~sglang_pat.integrations.verl.gradient_sums`).  :class:`AdaptiveStream` is the one of
