@@ -22,6 +22,7 @@ from sglang_pat.rollout.requests import FIRST_LIVES, LIVES, leave_room
 logger = logging.getLogger(__name__)
 
 _parts: ContextVar[list[TokenOutput]] = ContextVar("parts")
+"""Outputs of the requests for a response that verl's client asks for in parts: it keeps only the tokens of all."""
 
 _mourned: set[str] = set()
 """Names of the engines of whose death it was told in this process's log."""
@@ -89,7 +90,9 @@ class SurvivingClient(LLMServerClient):
                 output = await super().generate(
                     request_id, prompt_ids=[*prompt_ids, *known], sampling_params=params, **named
                 )
-                return _join(parts, output) if parts else output
+                output = _join(parts, output) if parts else output
+                _parts.get([]).append(output)
+                return output
             except _EngineDied as death:
                 died.append(death.name)
                 if death.had:  # else it was dead before
@@ -176,16 +179,7 @@ class AdaptiveClient(SurvivingClient):
         return output
 
 
-class _PartClient(SurvivingClient):
-    """A client, which asks once for a part, and notes each: verl's own keeps only the tokens of all."""
-
-    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
-        part = await super().generate(*args, **kwargs)
-        _parts.get([]).append(part)
-        return part
-
-
-class _JoiningClient(FullyAsyncLLMServerClient, _PartClient):
+class _JoiningClient(FullyAsyncLLMServerClient, SurvivingClient):
     """verl's client that goes on after an abort."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
