@@ -269,7 +269,7 @@ def set_verls_mode(config: DictConfig, mode: str, own: str | None, streams: bool
 
     Args:
         mode: verl's own name.
-        own: option that holds those of tail batching; None: this mode has none.
+        own: name of the mode whose options hold; None: the mode has none.
         streams: set what streaming needs, too: a batch, its update, the next batch.
 
     Raises:
@@ -278,8 +278,8 @@ def set_verls_mode(config: DictConfig, mode: str, own: str | None, streams: bool
     from omegaconf import open_dict
 
     for name, values in config.trainer.v1.items():
-        if name.startswith(PREFIX) and f"trainer.v1.{name}" != own and values:
-            why = f"those of this mode are in {own}" if own else (
+        if name.startswith(PREFIX) and name != own and values:
+            why = f"those of this mode are in trainer.v1.{own}" if own else (
                 "verl's own loop carries unfinished responses over there; tail batching is an option of "
                 f"{', '.join(TRAINER_MODES[:-1])} and {TRAINER_MODES[-1]}"
             )  # fmt: skip

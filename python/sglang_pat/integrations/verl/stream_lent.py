@@ -19,7 +19,6 @@ from unittest.mock import patch
 import ray
 import torch
 from msgspec.structs import replace
-from omegaconf import DictConfig
 from ray.actor import ActorHandle
 from torch.distributed.device_mesh import DeviceMesh
 from transfer_queue import KVBatchMeta
@@ -278,9 +277,5 @@ class LentRanks(Gpus):
 class AdaptiveStreamLent(StreamTrainer, PPOTrainerColocateAsync):
     """verl's ``colocate_async``, whose engines sleep when the batch is complete, and of which half trains before."""
 
-    mode, tail_batching_at = "colocate_async", f"trainer.v1.{MODE}"
-    lends_ranks, gpus_class, worker_class = True, LentRanks, LentWorker
-
-    def __init__(self, config: DictConfig) -> None:
-        options.check_stream(config, MODE, self.mode, lent=True)
-        super().__init__(config)
+    mode, name, lends_ranks = "colocate_async", MODE, True
+    gpus_class, worker_class = LentRanks, LentWorker

@@ -324,6 +324,7 @@ class StreamTrainer(AdaptiveTrainer):
     gpus_class: Callable[[Any], Gpus]
 
     def __init__(self, config: DictConfig) -> None:
+        options.check_stream(config, str(self.name), self.mode, self.lends_ranks)
         super().__init__(config)
         self.gpus = self.gpus_class(self)
 
@@ -346,10 +347,9 @@ class AdaptiveStream(StreamTrainer, PPOTrainerSeparateAsync):
     train.  They are handed over as whole replicas, and their requests go on elsewhere, from their tokens.
     """
 
-    mode, tail_batching_at, gpus_class = "separate_async", f"trainer.v1.{MODE}", TrainerGpus
+    mode, name, gpus_class = "separate_async", MODE, TrainerGpus
 
     def __init__(self, config: DictConfig) -> None:
-        options.check_stream(config, MODE, self.mode)
         super().__init__(config)
         self._hands_over = self.hybrid_rollout_config.enable_switch
         # verl's own rule when to hand replicas over is about prefetched prompts.

@@ -233,7 +233,7 @@ class AdaptiveTrainer(CheckedTrainer):
     and how the engines spent the step.
 
     Attributes:
-        tail_batching_at: option that holds those of tail batching; None: this mode has none, and its steps do not begin
+        name: name of the mode in ``trainer.v1``, where its options are; None: it has none, and its steps do not begin
             with their prompts.
         streams: whether a step is trained in chunks, as its groups are complete.
         worker_class: class of the trainer's ranks; None: verl's.
@@ -241,7 +241,7 @@ class AdaptiveTrainer(CheckedTrainer):
         ledger: ledger of rewards with limits; None: the job has none.
     """
 
-    tail_batching_at: str | None = None
+    name: str | None = None
     streams = False
     worker_class: type[ActorRolloutRefWorker] | None = None
     tail_batching: TailBatchingBuffer | None = None
@@ -249,7 +249,7 @@ class AdaptiveTrainer(CheckedTrainer):
 
     def __init__(self, config: DictConfig) -> None:
         self.engines = Engines(self, self.streams)
-        super().__init__(options.set_verls_mode(config, self.mode, self.tail_batching_at, self.streams))
+        super().__init__(options.set_verls_mode(config, self.mode, self.name, self.streams))
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -276,7 +276,7 @@ class AdaptiveTrainer(CheckedTrainer):
     def on_validate_end(self) -> None:
         super().on_validate_end()
         self.engines.announce(EndRound())
-        if self.tail_batching_at:  # else prompts of the step go on meanwhile
+        if self.name:  # else prompts of the step go on meanwhile
             self.engines.take_metrics()  # no step's
         if self.ledger:
             self.ledger.take_metrics()
@@ -291,8 +291,8 @@ class AdaptiveTrainer(CheckedTrainer):
 
     def _build_replay_buffer(self) -> ReplayBuffer:
         """Build verl's buffer, or that of tail batching."""
-        where = self.tail_batching_at
-        if where and (rules := options.read_tail_batching(self.config, where, self.trainer_mode)):
+        where = f"trainer.v1.{self.name}"
+        if self.name and (rules := options.read_tail_batching(self.config, where, self.trainer_mode)):
             kind = ChunkedTailBatchingBuffer if self.streams else TailBatchingBuffer
             self.tail_batching = kind.of_trainer(self, rules)
         buffer = self.tail_batching or super()._build_replay_buffer()
@@ -303,7 +303,7 @@ class AdaptiveTrainer(CheckedTrainer):
     def _add_batch_to_generate(self) -> None:
         if self.tail_batching:
             return self.tail_batching.begin(self.global_steps)
-        if self.tail_batching_at:
+        if self.name:
             self.engines.announce(self._describe_step())
         super()._add_batch_to_generate()
 
@@ -386,7 +386,7 @@ def _make_degree_metrics(data: Any, differences: bool = True) -> dict[str, float
 class AdaptiveSync(AdaptiveTrainer, PPOTrainerSync):
     """verl's ``sync``, also with tail batching: ``+trainer.v1.sglang_pat_sync.tail_batching=strict`` or ``reorder``."""
 
-    mode, tail_batching_at = "sync", f"trainer.v1.{PREFIX}sync"
+    mode, name = "sync", f"{PREFIX}sync"
 
 
 @register_trainer(f"{PREFIX}colocate_async")
