@@ -64,7 +64,6 @@ class Report(msgspec.Struct, kw_only=True):
             files.write(content + b"\n", folder / name)
 
     def format_page(self) -> str:
-        """The report as Markdown."""
         about = ", ".join(f"{name} {value}" for name, value in (self.machine | self.options).items())
         overview = [[result.name, result.verdict, result.line, f"{result.seconds:.0f}"] for result in self.results]
         overview.insert(0, ["step", "verdict", "finding", "seconds"])

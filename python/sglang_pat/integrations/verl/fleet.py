@@ -91,7 +91,6 @@ class Fleet(CheckpointEngineManager):
         return [replica for replica in self.replicas if self._lives[replica.replica_rank] in dead]
 
     def count_living(self) -> int:
-        """Number of engines that have not died."""
         return len(self.replicas) - len(self.list_dead())
 
     def count_awake(self) -> int:
