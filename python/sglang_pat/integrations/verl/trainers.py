@@ -184,14 +184,10 @@ for _mode in ("sync", "colocate_async", "separate_async"):
 
 
 class Engines:
-    """The engines, as a trainer tells and asks them.
+    """The engines, as a trainer tells and asks them."""
 
-    Args:
-        have_rounds: whether engines with GPUs of their own have rounds, too: what runs there is one step's.
-    """
-
-    def __init__(self, trainer: PPOTrainer, have_rounds: bool) -> None:
-        self._trainer, self._have_rounds = trainer, have_rounds
+    def __init__(self, trainer: AdaptiveTrainer) -> None:
+        self._trainer = trainer
         self._totals: dict[ActorHandle, figures.Figures] | None = None
         """Figures of what each engine had done when it was last asked; None: none was."""
 
@@ -209,7 +205,8 @@ class Engines:
         actors = self.list_actors()
         if isinstance(message, BeginRound) and len(actors) > 1:  # nobody knows how many requests each will get
             message = replace(message, requests=None, prompts=None)
-        ask_each(actors, "announce_round", message, self._have_rounds)
+        # Where a step is streamed engines with GPUs of their own have rounds, too: what runs there is one step's.
+        ask_each(actors, "announce_round", message, self._trainer.streams)
 
     def stop_requests(self) -> None:
         """End all that runs, and all that comes before the next round."""
@@ -248,7 +245,7 @@ class AdaptiveTrainer(CheckedTrainer):
     ledger: TrainerLedger | None = None
 
     def __init__(self, config: DictConfig) -> None:
-        self.engines = Engines(self, self.streams)
+        self.engines = Engines(self)
         super().__init__(options.set_verls_mode(config, self.mode, self.name, self.streams))
 
     def _init_resource_pool_mgr(self) -> None:
