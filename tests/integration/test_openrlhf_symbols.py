@@ -75,7 +75,8 @@ def test_engines_are_waited_for_before_models_are_loaded(engine, monkeypatch):
     import openrlhf.trainer.ray as where_it_looks
     from openrlhf.cli import train_ppo_ray
 
-    from sglang_pat.integrations.openrlhf.launcher import GivenArguments, install
+    from sglang_pat.integrations.openrlhf.given import GivenArguments
+    from sglang_pat.integrations.openrlhf.launcher import install
 
     source = inspect.getsource(train_ppo_ray)
     assert "\nfrom openrlhf.trainer.ray import create_vllm_engines\n" in source

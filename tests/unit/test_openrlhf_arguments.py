@@ -11,7 +11,8 @@ import pytest
 
 from sglang_pat.integrations import CALLS
 from sglang_pat.integrations.openrlhf.__main__ import RESPONSE, WHOLE, _check_lengths, _read_as_openrlhf, main, split
-from sglang_pat.integrations.openrlhf.launcher import GivenArguments, Launcher
+from sglang_pat.integrations.openrlhf.given import GivenArguments
+from sglang_pat.integrations.openrlhf.launcher import Launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 

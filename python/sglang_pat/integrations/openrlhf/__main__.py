@@ -18,7 +18,8 @@ from typing import Any
 
 from sglang_pat import settings
 from sglang_pat.integrations.openrlhf import facade
-from sglang_pat.integrations.openrlhf.launcher import MODEL, WHERE, WHERE_SGLANG, GivenArguments, install
+from sglang_pat.integrations.openrlhf.given import MODEL, WHERE, WHERE_SGLANG, GivenArguments
+from sglang_pat.integrations.openrlhf.launcher import install
 
 GPUS, RESPONSE, WHOLE = "--vllm.tensor_parallel_size", "--rollout.max_new_tokens", "--data.max_len"
 DEFAULTS = {GPUS: 1, RESPONSE: None, WHOLE: 2048}

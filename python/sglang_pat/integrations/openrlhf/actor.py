@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from sglang_pat.figures import Figures
 from sglang_pat.host.inprocess import InProcessEngine
 from sglang_pat.integrations.openrlhf.facade import GROUP, SamplingParams
-from sglang_pat.integrations.openrlhf.launcher import WHERE, GivenArguments
+from sglang_pat.integrations.openrlhf.given import WHERE, GivenArguments
 from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.server.attach import attach
 

@@ -1,44 +1,17 @@
-"""The hooks where OpenRLHF makes its engine actors: it makes ours (:class:`Launcher`) with the arguments of the job
-(:class:`GivenArguments`), its generator tells them of rounds, and its trainer logs what they did (:func:`train_step`).
-"""
+"""The hooks where OpenRLHF makes its engine actors: it makes ours (:class:`Launcher`), its generator tells them of
+rounds, and its trainer logs what they did (:func:`train_step`)."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_pat import figures, job_settings, settings
+from sglang_pat import figures
 from sglang_pat.integrations import CALLS
-
-WHERE, WHERE_SGLANG = "--sglang_pat", "--sglang"
-MODEL = "--actor.model_name_or_path"
-
-
-@dataclass
-class GivenArguments:
-    """What a job says of its engines: SGLang's arguments by name, and our settings by name.
-
-    The settings are those of the variable ``SGLANG_PAT`` of the driver, then those of its arguments.
-    """
-
-    sglang: dict[str, Any] = field(default_factory=dict)
-    pat: dict[str, Any] = field(default_factory=dict)
-
-    def for_engine(self, number: int) -> GivenArguments:
-        """Arguments of one engine, with a decision log of its own
-        (:func:`sglang_pat.settings.make_engine_settings`)."""
-        return replace(self, pat=settings.make_engine_settings(self.pat, number))
-
-    def check(self, gpus: int, model: str | None) -> None:
-        """Raise ``ValueError``, of one line, for what engines of so many GPUs would refuse."""
-        config = job_settings.check(self.for_engine(0).pat, gpus, WHERE)
-        job_settings.check_flags(self.sglang, f"{WHERE_SGLANG}.")
-        if model is not None:
-            job_settings.check_model(model, config, MODEL)
+from sglang_pat.integrations.openrlhf.given import GivenArguments
 
 
 class Launcher:
