@@ -28,7 +28,6 @@ from rich.table import Table
 
 from sglang_pat.cpu import shim
 from sglang_pat.integrations.balance import EngineReport
-from sglang_pat.integrations.verl.actors import ask_each
 from sglang_pat.integrations.verl.balancer import INTERVAL_SECONDS, AdaptiveBalancer
 
 AT_ONCE = 64
@@ -112,6 +111,10 @@ def measure_client(engine: Any, parts: int, tokens: int, calls: int) -> dict[str
 
 def measure_trainer(engine: Any, engines: int) -> float:
     """Microseconds of the trainer for asking one of so many engines."""
+    import verl  # noqa: F401  its plug-in imports what follows
+
+    from sglang_pat.integrations.verl.fleet import ask_each
+
     ask_each([engine] * engines, "load")
     before = time.process_time()
     ask_each([engine] * engines, "load")

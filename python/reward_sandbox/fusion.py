@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from reward_sandbox.errors import format_one_line
-from reward_sandbox.runs import Resources, Run, SandboxError
+from reward_sandbox.runs import Resources, Run, SandboxError, format_one_line
 
 WAIT_SECONDS = 10.0
 """Seconds that a request may take besides the program, as in verl's client."""

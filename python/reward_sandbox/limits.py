@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -81,19 +82,13 @@ class TimeLimits:
         self._draws = 0
         self._reruns = 0
         self._right_reruns = 0
-        self._step: dict[str, int] = {}
+        self._step: Counter[str] = Counter()
 
     def get_limits(self, keys: Sequence[str]) -> list[float]:
         """Seconds for each test case."""
         rules = self.rules
-        found: list[float] = []
-        for key in keys:
-            anchor = self._anchors.get(key)
-            if anchor is None:
-                found.append(rules.maximum)  # a guess would cut right answers that then never raise the anchor
-            else:
-                found.append(min(max(rules.minimum, rules.factor * anchor), rules.maximum))
-        return found
+        # Without an anchor no guess: it would cut right answers that then never raise the anchor.
+        return [min(max(rules.minimum, rules.factor * self._anchors.get(key, math.inf)), rules.maximum) for key in keys]
 
     def record(self, runs: Sequence[CaseRun]) -> list[bool]:
         """Learn from runs; whether each has to be run again, to ``maximum``, when a worker has nothing else to do."""
@@ -106,21 +101,17 @@ class TimeLimits:
         if run.rerun:
             if run.outcome == "lost" or (run.outcome == "cut" and run.seconds < ENOUGH * run.limit):
                 return False  # nobody knows what it would have been
-            self._count("rerun")
+            self._step["rerun"] += 1
             self._reruns += 1
             self._right_reruns += right
             return False
-        self._count("cases")
-        self._count(run.outcome)
+        self._step.update(("cases", run.outcome))
         if run.outcome != "cut":
             return False
         if run.limit >= self.rules.maximum:
-            self._count("cut_at_maximum")
+            self._step["cut_at_maximum"] += 1
             return False
         return self._draw(run.key)
-
-    def _count(self, what: str) -> None:
-        self._step[what] = self._step.get(what, 0) + 1
 
     def _draw(self, key: str) -> bool:
         """Whether to run a cut run again.  A hash decides, not a generator: the state to save is one number."""
@@ -151,9 +142,9 @@ class TimeLimits:
         ``wrong_cuts``, ``wrong_cuts_low`` and ``wrong_cuts_high`` say how many of the runs cut below the maximum in
         this step would have been right (:meth:`estimate_wrong_cuts`); without any rerun so far only the bounds.
         """
-        step, self._step = self._step, {}
+        step, self._step = self._step, Counter()
         found: dict[str, float] = {name: float(count) for name, count in step.items()}
-        estimate = self.estimate_wrong_cuts(step.get("cut", 0) - step.get("cut_at_maximum", 0))
+        estimate = self.estimate_wrong_cuts(step["cut"] - step["cut_at_maximum"])
         if not math.isnan(estimate.estimate):
             found["wrong_cuts"] = estimate.estimate
         return found | {"wrong_cuts_low": estimate.low, "wrong_cuts_high": estimate.high}

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import select
-import shutil
 import signal
 import stat
 import struct
@@ -210,10 +209,8 @@ class Bubblewrap:
             session = LocalSession(self._make_command(read), program, self.resources, pass_fds=[read], cwd="/", **root)
         finally:
             os.close(read)
-        try:
+        with contextlib.closing(session):
             yield session
-        finally:
-            session.close()
 
     def _make_command(self, filter_fd: int) -> list[str]:
         command = [
@@ -264,18 +261,10 @@ class Unprotected:
     @contextlib.contextmanager
     def open(self, program: str) -> Iterator[LocalSession]:
         """A session; raises :class:`SandboxError`."""
-        folder = tempfile.mkdtemp(prefix="sglang_pat_program_")
-        try:
-            session = LocalSession(
-                [*_make_command(self.python), folder], program, self.resources, cwd=folder,
-                env=VARIABLES | {"HOME": folder},
-            )  # fmt: skip
-            try:
+        with tempfile.TemporaryDirectory(prefix="sglang_pat_program_", ignore_cleanup_errors=True) as folder:
+            command, env = [*_make_command(self.python), folder], VARIABLES | {"HOME": folder}
+            with contextlib.closing(LocalSession(command, program, self.resources, cwd=folder, env=env)) as session:
                 yield session
-            finally:
-                session.close()
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def describe(self) -> str:
         return f"none: programs run with {self.python} as this user, with all its rights"

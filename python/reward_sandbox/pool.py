@@ -29,7 +29,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from reward_sandbox import guard, program_runner
-from reward_sandbox.errors import format_one_line
+from reward_sandbox.runs import format_one_line
 
 STARTS = ("fork", "spawn")
 """Ways to start a process.  ``fork``: at once, with any function.  ``spawn``: clean, for a function that uses CUDA or
@@ -153,7 +153,6 @@ class RewardPool:
         self._queue: collections.deque[_Call] = collections.deque()
         self._calls: set[_Call] = set()
         self._idle: list[_Process] = []
-        self._living: set[_Process] = set()
         self._looking: asyncio.Task[None] | None = None
         self._guard: guard.Guard | None = None
 
@@ -191,7 +190,7 @@ class RewardPool:
     async def close(self) -> None:
         """End the processes, and what they have started."""
         self._idle.clear()
-        for process in list(self._living):
+        for process in [one for one in _running if one.idle is self._idle]:
             await process.kill()
         guarding, self._guard = self._guard, None
         if guarding is not None:
@@ -248,7 +247,7 @@ class RewardPool:
             return answer
         finally:
             call.process = None
-            if kept and process in self._living:
+            if kept and process in _running:
                 self._idle.append(process)
             else:
                 process.end()
@@ -257,18 +256,15 @@ class RewardPool:
         if self._guard is None:
             self._guard = guard.Guard(self._context)
         given = self._function, self._nice, self._memory, self._guard.writer
-        process = _Process(self._context, given, self._forget)
-        self._living.add(process)
-        return process
-
-    def _forget(self, process: _Process) -> None:
-        self._living.discard(process)
-        if process in self._idle:
-            self._idle.remove(process)
+        return _Process(self._context, given, self._idle)
 
     async def _ask_in_loop(self, arguments: Mapping[str, Any], limit: float) -> _Answer:
         task = asyncio.ensure_future(self._call_in_loop(arguments))
-        if not await _wait(task, limit):
+        try:
+            await asyncio.wait({task}, timeout=limit)
+        finally:
+            task.cancel()  # also when the caller is cancelled
+        if not task.done():
             return Failure.LATE, f"longer than {limit:g} s"
         if task.cancelled():
             return Failure.RAISED, "CancelledError"
@@ -312,9 +308,12 @@ class _Process:
     """A process of a pool.
 
     Its end is seen by the kernel's handle of it: a child that it leaves may hold each of its pipes open.
+
+    Attributes:
+        idle: processes of its pool without a call; it leaves them when it ends.
     """
 
-    def __init__(self, context: Any, given: tuple[Any, ...], forget: Callable[[_Process], None]) -> None:
+    def __init__(self, context: Any, given: tuple[Any, ...], idle: list[_Process]) -> None:
         self.owner = os.getpid()
         self._socket, theirs = socket.socketpair()
         self._process = context.Process(target=_serve, args=(theirs, *given))
@@ -326,7 +325,7 @@ class _Process:
         finally:
             theirs.close()
         self.pid: int = self._process.pid
-        self._forget = forget
+        self.idle = idle
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = self._loop.create_future()
         self._fd = os.pidfd_open(self.pid)
@@ -343,7 +342,8 @@ class _Process:
         else:
             self._socket.close()
         _running.discard(self)
-        self._forget(self)
+        if self in self.idle:
+            self.idle.remove(self)
         self._ended.set_result(self._process.exitcode)
 
     def end(self) -> None:
@@ -391,16 +391,6 @@ class _Process:
         assert self._streams
         (size,) = _SIZE.unpack(await self._streams[0].readexactly(_SIZE.size))
         return await self._streams[0].readexactly(size)
-
-
-async def _wait(future: Awaitable[Any], seconds: float) -> bool:
-    """Whether it is done after so many seconds; otherwise it is cancelled, also when the caller is cancelled."""
-    task = asyncio.ensure_future(future)
-    try:
-        done, _ = await asyncio.wait({task}, timeout=seconds)
-        return bool(done)
-    finally:
-        task.cancel()
 
 
 # -- in a process ------------------------------------------------------------------------------------------

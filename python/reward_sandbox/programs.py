@@ -74,8 +74,6 @@ class Score:
 
 
 class Case(NamedTuple):
-    """One test case."""
-
     key: str
     stdin: str
     expected: Any

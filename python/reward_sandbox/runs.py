@@ -16,6 +16,11 @@ class SandboxError(RuntimeError):
     """Error of a sandbox that does not start, or of a service that does not answer; one line."""
 
 
+def format_one_line(error: BaseException) -> str:
+    """The message of an error, without line breaks; the name of its type if the message is empty."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 @dataclass(frozen=True, kw_only=True)
 class Resources:
     """Limits of one program.  A Sandbox Fusion service takes ``memory`` and ``output`` only."""

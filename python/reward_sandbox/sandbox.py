@@ -20,14 +20,12 @@ from reward_sandbox.fusion import SandboxFusion
 from reward_sandbox.local import NOBODY, Bubblewrap, Unprotected
 from reward_sandbox.runs import Resources, SandboxError
 
-KINDS = ("bubblewrap", "none")
 _INSTEAD = (
     "give the URL of a Sandbox Fusion service (sandbox: {url: http://HOST:8080/run_code}), or write sandbox: none, "
     "which runs programs without protection"
 )
 WAYS_OUT = f"allow user namespaces on this machine (docs/rewards.md says how), {_INSTEAD}"
 _SIZES = tuple(part.name for part in fields(Resources))
-
 
 AnySandbox = Bubblewrap | Unprotected | SandboxFusion
 
@@ -43,7 +41,7 @@ def make_sandbox(setting: str | Mapping[str, Any] | None, where: str = "sandbox"
     Raises:
         ValueError: an unknown kind or name, a wrong value, or it does not work here; one line.
     """
-    given: dict[str, Any] = dict(setting) if isinstance(setting, Mapping) else {"kind": setting or KINDS[0]}
+    given: dict[str, Any] = dict(setting) if isinstance(setting, Mapping) else {"kind": setting or "bubblewrap"}
     allowed = ("kind", "url", "python", *_SIZES)
     if unknown := [str(name) for name in given if name not in allowed]:
         raise ValueError(f"{where} has no setting {unknown[0]!r}; choose from {', '.join(allowed)}")
@@ -54,8 +52,11 @@ def make_sandbox(setting: str | Mapping[str, Any] | None, where: str = "sandbox"
     if (url := given.get("url")) is not None:
         if "kind" in given or "python" in given or not str(url).startswith(("http://", "https://")):
             raise ValueError(f"{where} is {setting!r}: a url begins with http:// or https://, without kind and python")
-        return _try_service(SandboxFusion(url=str(url), resources=resources), where)
-    kind, python = given.get("kind", KINDS[0]), given.get("python")
+        service = SandboxFusion(url=str(url), resources=resources)
+        if said := find_problem(service):
+            raise ValueError(f"{where}: {said}")
+        return service
+    kind, python = given.get("kind", "bubblewrap"), given.get("python")
     if python is not None and not (isinstance(python, str) and os.access(python, os.X_OK)):
         raise ValueError(f"{where}.python is {python!r}, must be the path of an interpreter")
     if kind == "none":
@@ -94,12 +95,6 @@ def find_problem(sandbox: AnySandbox) -> str | None:
     if (run.ended, run.output.strip()) == ("exit", "42"):
         return None
     return f"a first program ended with {run.ended}: {run.error or run.output[:200]!r}"
-
-
-def _try_service(sandbox: SandboxFusion, where: str) -> SandboxFusion:
-    if said := find_problem(sandbox):
-        raise ValueError(f"{where}: {said}")
-    return sandbox
 
 
 def _make_candidates(python: str | None, resources: Resources) -> Iterator[Bubblewrap]:

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat.host import adapter
@@ -52,18 +53,14 @@ def attach() -> None:
     if _attached:
         return
     _attached = True
-    adapter.streaming.hook_arguments(_refuse, CannotStream)
+    adapter.streaming.hook_arguments(partial(refuse_arguments, more=adapter.streaming.REFUSED), CannotStream)
     setattr(model_runner, adapter.streaming.OFFLOADER, lambda *_, **__: make_offloader(adapter.streaming.read_engine()))
-    loader._initialize_model = _with_layers_found(loader._initialize_model)
-    Scheduler.get_next_batch_to_run = _with_memory_followed(Scheduler.get_next_batch_to_run)
-    Scheduler.get_internal_state = _with_resident_layers(Scheduler.get_internal_state)
+    loader._initialize_model = _then(loader._initialize_model, _find_layers)
+    Scheduler.get_next_batch_to_run = _then(Scheduler.get_next_batch_to_run, _follow_memory)
+    Scheduler.get_internal_state = _then(Scheduler.get_internal_state, _tell_resident_layers)
     for owner, names in adapter.streaming.TOUCH_WEIGHTS:
         for name in names:
             setattr(owner, name, _with_weights_in_host_memory(getattr(owner, name)))
-
-
-def _refuse(args: Any) -> None:
-    refuse_arguments(args, adapter.streaming.REFUSED)
 
 
 def make_offloader(engine: Any) -> BaseOffloader:
@@ -108,15 +105,21 @@ def measure(engine: Any) -> JudgeMemory:
     return JudgeMemory(shape=shape, tp=engine.tp_size, budget=budget, tokens=tokens)
 
 
-def _with_layers_found(initialize: Callable) -> Callable:
-    @functools.wraps(initialize)
+def _then(method: Callable, follow: Callable) -> Callable:
+    """The method, whose result and arguments ``follow`` gets."""
+
+    @functools.wraps(method)
     def call(*args: Any, **named: Any) -> Any:
-        model = initialize(*args, **named)
-        if (streamed := _get_streamed_layers()) is not None:
-            streamed.find_layers(model)
-        return model
+        found = method(*args, **named)
+        follow(found, *args)
+        return found
 
     return call
+
+
+def _find_layers(model: Any, *_: Any) -> None:
+    if (streamed := _get_streamed_layers()) is not None:
+        streamed.find_layers(model)
 
 
 def _with_weights_in_host_memory(method: Callable) -> Callable:
@@ -129,17 +132,11 @@ def _with_weights_in_host_memory(method: Callable) -> Callable:
     return call
 
 
-def _with_memory_followed(choose: Callable) -> Callable:
-    @functools.wraps(choose)
-    def call(scheduler: Scheduler, *given: Any, **named: Any) -> Any:
-        found = choose(scheduler, *given, **named)
-        if not hasattr(scheduler, "pat_follower"):
-            scheduler.pat_follower = make_follower(scheduler)
-        if scheduler.pat_follower is not None:
-            scheduler.pat_follower.turn(adapter.streaming.get_batch(found) is not None)
-        return found
-
-    return call
+def _follow_memory(found: Any, scheduler: Scheduler, *_: Any) -> None:
+    if not hasattr(scheduler, "pat_follower"):
+        scheduler.pat_follower = make_follower(scheduler)
+    if scheduler.pat_follower is not None:
+        scheduler.pat_follower.turn(adapter.streaming.get_batch(found) is not None)
 
 
 def make_follower(scheduler: Scheduler) -> Follower | None:
@@ -154,15 +151,9 @@ def make_follower(scheduler: Scheduler) -> Follower | None:
     return Follower(scheduler.tp_worker.model_runner, streamed, group)
 
 
-def _with_resident_layers(tell: Callable) -> Callable:
-    @functools.wraps(tell)
-    def call(scheduler: Scheduler, request: Any) -> Any:
-        output = tell(scheduler, request)
-        if (streamed := _get_streamed_layers()) is not None:
-            output.internal_state["resident_layers"] = streamed.total - streamed.count
-        return output
-
-    return call
+def _tell_resident_layers(output: Any, *_: Any) -> None:
+    if (streamed := _get_streamed_layers()) is not None:
+        output.internal_state["resident_layers"] = streamed.total - streamed.count
 
 
 def _get_streamed_layers() -> StreamedLayers | None:

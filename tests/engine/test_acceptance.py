@@ -11,7 +11,8 @@ from unittest import mock
 
 import pytest
 
-from sglang_pat.acceptance import answers, bench, cli, steps
+from sglang_pat.acceptance import __main__ as cli
+from sglang_pat.acceptance import answers, bench, steps
 
 from .conftest import count_start, tell
 

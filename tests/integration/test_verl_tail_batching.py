@@ -14,7 +14,7 @@ import transfer_queue
 from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY
 from verl.utils import tensordict_utils
 
-from sglang_pat.integrations.verl import options, tail_batching
+from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.tail_batching import ChunkedTailBatchingBuffer, NoResponseError, TailBatchingBuffer
 from sglang_pat.messages import BeginRound
 
@@ -69,8 +69,7 @@ class World(TailBatchingBuffer):
         if useless is not None:
             named = {"filter_groups_metric": "reward", "refill_fn": print, **named}
         super().__init__(
-            options.make_tail_batching_rules(STRICT | given, WHERE, **SIZES, filter_groups=bool(named)), LIMIT,
-            self.submitted, self.stopped, self.announced.append, take_ends=self.take_ends, drop=self.drop,
+            None, options.make_tail_batching_rules(STRICT | given, WHERE, **SIZES, filter_groups=bool(named)), LIMIT,
             trainer_mode="sync", trainer_config={}, **SAMPLER, **named,
         )  # fmt: skip
         self.rng, self.lingering, self.look = random.Random(seed), lingering, look
@@ -83,33 +82,36 @@ class World(TailBatchingBuffer):
         self.lengths: dict[int, list[int]] = {}
         self.fetched = self.stops = self.tokens = 0
 
-    def fetch(self):
+    def _fetch(self):
         texts = list(range(self.fetched, self.fetched + 4))
         self.fetched += 4
         uids = np.array([f"u{text}" for text in texts], dtype=object)
         return tensordict_utils.get_tensordict({"uid": uids, "raw_prompt": texts})
 
-    def submitted(self, rows) -> None:
+    def _announce(self, message) -> None:
+        self.announced.append(message)
+
+    def _submit(self, rows) -> None:
         self.started.append([row["raw_prompt"][0] for row in rows])
         for row, text in zip(rows, self.started[-1], strict=True):
-            uid = tail_batching._get_uid(row)
+            uid = row["uid"][0]
             assert uid not in self.responses, "it is out of the queue before it starts again"
             lengths = [LIMIT if self.rng.random() < 0.1 else self.rng.randint(100, 600) for _ in range(RESPONSES)]
             self.texts[uid], self.responses[uid] = text, [Response(length) for length in lengths]
             TEXTS[uid] = text
 
-    def stopped(self) -> None:
+    def _stop(self) -> None:
         self.stops += 1
         if self.stops > self.lingering:  # agents may begin another turn
             for response in self.under_way:
                 response.length = response.tokens
             self.ended |= self.responses.keys()
 
-    def take_ends(self) -> dict[str, dict[int, int]]:
+    def _take_ends(self) -> dict[str, dict[int, int]]:
         """Nobody tells of a response before it is written."""
         return {}
 
-    def drop(self, uids) -> None:
+    def _drop(self, uids) -> None:
         assert uids and uids.isdisjoint(self._taken)
 
     @property
@@ -171,7 +173,7 @@ class World(TailBatchingBuffer):
     def step(self, number: int) -> tuple[list[int], dict[str, float]]:
         """Texts of its batch, and metrics."""
         self.stops = 0
-        self.begin(number, self.fetch)
+        self.begin(number)
         batch, metrics = self.sample(number, "train", BATCH)
         assert not self.under_way and not self._under_way, "nothing of the step goes on"
         return batch.texts, {name.removeprefix("training/tail_batching/"): value for name, value in metrics.items()}
@@ -318,11 +320,11 @@ class Failing(World):
         super().__init__(*args, **named)
         self.fails = fails
 
-    def submitted(self, rows) -> None:
-        super().submitted(rows)
+    def _submit(self, rows) -> None:
+        super()._submit(rows)
         for row, text in zip(rows, self.started[-1], strict=True):
             if self.fails(text):
-                self.responses[tail_batching._get_uid(row)] = []
+                self.responses[row["uid"][0]] = []
 
     def _sync_metadata_from_transfer_queue(self) -> None:
         super()._sync_metadata_from_transfer_queue()
@@ -357,7 +359,7 @@ def test_all_prompts_of_a_step_are_fed_at_once(monkeypatch):
     fed, world = [], World(seed=0)
     feed = world._admitter.feed
     monkeypatch.setattr(world._admitter, "feed", lambda prompts: fed.append(len(prompts)) or feed(prompts))
-    world.begin(0, world.fetch)
+    world.begin(0)
     assert len(fed) == 1 and fed[0] == world.fetched >= BATCH
 
 
@@ -370,7 +372,7 @@ class Rewarding(World):
         self.told: set[Response] = set()
         super().__init__(seed, **options)
 
-    def take_ends(self) -> dict[str, dict[int, int]]:
+    def _take_ends(self) -> dict[str, dict[int, int]]:
         found: dict[str, dict[int, int]] = {}
         for uid, responses in self.responses.items():
             for session, response in enumerate(responses):
@@ -379,14 +381,14 @@ class Rewarding(World):
                     found.setdefault(uid, {})[session] = response.tokens
         return found
 
-    def drop(self, uids) -> None:
-        super().drop(uids)
+    def _drop(self, uids) -> None:
+        super()._drop(uids)
         if self.tells:
             self.waited.update({response: self.lag for uid in uids for response in self.responses[uid]})
 
-    def stopped(self) -> None:
+    def _stop(self) -> None:
         cut = self.under_way
-        super().stopped()
+        super()._stop()
         self.waited.update(dict.fromkeys(cut, self.lag))
         self.told.update(cut)
 
@@ -437,7 +439,7 @@ class ChunkedWorld(World, ChunkedTailBatchingBuffer):
     def step(self, number: int) -> tuple[list[int], dict[str, float]]:
         self.stops, texts, metrics = 0, [], {}
         self.chunks = 0
-        self.begin(number, self.fetch)
+        self.begin(number)
         while len(texts) < BATCH:
             there, _ = self.wait_for_sampleable(number, "train", 1)
             assert self.get_sampleable_count(number, "train") >= len(there) >= 1
@@ -485,7 +487,7 @@ def test_a_group_without_any_response_is_left_out_of_its_chunk():
 
 def test_a_step_says_how_many_responses_it_can_do_without():
     world = ChunkedWorld(0, look=1)
-    world.begin(1, world.fetch)
+    world.begin(1)
     assert world.count_running() == 12 * RESPONSES and world.count_spare() == 4 * RESPONSES
     world.wait_for_sampleable(1, "train", BATCH // 2)
     running = world.count_running()

@@ -64,7 +64,7 @@ TURNS = "actor_rollout_ref.rollout.multi_turn.enable=true"
 
 def made(*others: str):
     trainer = object.__new__(trainers.AdaptiveSync)
-    trainer.trainer_mode, trainer.engines = "sync", trainers.Engines(trainer, False)
+    trainer.trainer_mode, trainer.engines = "sync", trainers.Engines(trainer)
     trainer.config = OmegaConf.create(CONFIG)
     trainer.config.merge_with_dotlist(list(others))
     return trainer._build_replay_buffer()

@@ -21,7 +21,6 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from sglang_pat.integrations.verl.bell import Bell
 from sglang_pat.integrations.verl.fields import was_stopped
 from sglang_pat.integrations.verl.stream_lent import AdaptiveStreamLent, LentRanks, LentWorker
 from sglang_pat.integrations.verl.streaming import AdaptiveStream, StreamStep
@@ -146,7 +145,7 @@ class _Gated(AdaptiveTrainer):
     def _add_batch_to_generate(self) -> None:
         super()._add_batch_to_generate()
         if self.tail_batching:
-            under_way = self.tail_batching.buffer._admitter.state.round
+            under_way = self.tail_batching._admitter.state.round
             assert under_way is not None
             ray.get(self._gate.begin.remote(self.global_steps, under_way.kind == LONG))
 
@@ -204,23 +203,28 @@ class LeavingLent(RecordedStreamLent):
     step_class, gpus_class = LeavingStep, LeavingRanks
 
 
-class WaitingBell(Bell):
+class WaitingBell:
     """Armed for a step, it is asked once: it answers when it is rung."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._set = asyncio.Event()
+        self._rung, self._set = False, asyncio.Event()
 
     async def arm(self) -> None:
         self._set.clear()
 
     async def set(self, rung: bool) -> None:
-        await super().set(rung)
+        self._rung = rung
         self._set.set()
 
     async def wait(self) -> bool:
         await self._set.wait()
-        return await self.is_rung()
+        return self._rung
+
+
+class InterruptedRanks(LentRanks):
+    def listen(self) -> None:
+        self.bell = ray.remote(WaitingBell).options(num_cpus=0).remote()
+        self._trainer.actor_rollout_wg.listen(self.bell)
 
 
 class InterruptedWorker(LentWorker):
@@ -254,7 +258,7 @@ class InterruptedStep(RecordedStep):
 
 @register_trainer("interrupted_lent")
 class InterruptedLent(RecordedStreamLent):
-    step_class, worker_class, bell_class = InterruptedStep, InterruptedWorker, WaitingBell
+    step_class, gpus_class, worker_class = InterruptedStep, InterruptedRanks, InterruptedWorker
 
     def _add_batch_to_generate(self) -> None:
         ray.get(self.gpus.bell.arm.remote())

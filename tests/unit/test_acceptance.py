@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_pat.acceptance import answers, bench, cli, kernels, steps
+from sglang_pat.acceptance import __main__ as cli
+from sglang_pat.acceptance import answers, bench, kernels, steps
 from sglang_pat.acceptance.results import Report, Result
 from sglang_pat.memory.memory_plan import GIB
 from sglang_pat.testing import smollm2

@@ -10,7 +10,8 @@ import aiohttp
 import psutil
 import pytest
 
-from sglang_pat.demo import cases, cli, contest
+from sglang_pat.demo import __main__ as cli
+from sglang_pat.demo import cases, contest
 from sglang_pat.demo.contest import Answer, BatchRun, ContestResult, DemoError, StepTime, SwitchMark
 from sglang_pat.predict.profile import save
 from sglang_pat.testing.server import ServerDied

@@ -74,7 +74,6 @@ class Bench:
 
     @property
     def env(self) -> dict[str, str]:
-        """Environment variables of every engine."""
         return {SHARE_ENV: "1"} if self.sharing else {}
 
     @property
@@ -121,7 +120,6 @@ class Bench:
         return self.start_engine(model, "--dtype", "float32", *attention, *self.few_graphs, *flags, checks=STEADY)
 
     def start_default_engine(self) -> Worker:
-        """The engine with default flags."""
         return self.start_engine(self.large, *self.large_flags)
 
     def stop(self) -> None:

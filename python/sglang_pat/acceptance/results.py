@@ -64,9 +64,10 @@ class Report(msgspec.Struct, kw_only=True):
             files.write(content + b"\n", folder / name)
 
     def format_page(self) -> str:
-        """The report as Markdown."""
         about = ", ".join(f"{name} {value}" for name, value in (self.machine | self.options).items())
-        lines = ["# Acceptance of sglang_pat", "", about, "", *_format_table(self._format_overview())]
+        overview = [[result.name, result.verdict, result.line, f"{result.seconds:.0f}"] for result in self.results]
+        overview.insert(0, ["step", "verdict", "finding", "seconds"])
+        lines = ["# Acceptance of sglang_pat", "", about, "", *_format_table(overview)]
         for result in self.results:
             if result.rows or result.traceback:
                 lines += ["", f"## {result.name}", "", result.line]
@@ -75,10 +76,6 @@ class Report(msgspec.Struct, kw_only=True):
             if result.traceback:
                 lines += ["", "```", result.traceback.rstrip(), "```"]
         return "\n".join(lines)
-
-    def _format_overview(self) -> list[list[str]]:
-        rows = [[r.name, r.verdict, r.line, f"{r.seconds:.0f}"] for r in self.results]
-        return [["step", "verdict", "finding", "seconds"], *rows]
 
 
 def _format_table(rows: list[list[str]]) -> list[str]:

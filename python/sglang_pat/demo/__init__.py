@@ -2,6 +2,6 @@
 
     python -m sglang_pat.demo [--quick] [--out DIR]
 
-``cli`` (command line, what is printed and written) → ``contest`` (the layouts in turns) on the batch of ``cases``;
+``__main__`` (command line, what is printed and written) → ``contest`` (the layouts in turns) on the batch of ``cases``;
 ``picture`` draws it.  ``bench/rollout.py`` runs more cases with the same parts.
 """

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from scipy.special import ndtri
 
+from sglang_pat.testing import models
 from sglang_pat.tools.prompts import PROMPTS
 
 NATURAL = "none"
@@ -85,27 +86,13 @@ MODELS = Path(".cache") / "models"
 SMOLLM2, WIDE, TINY = "SmolLM2-135M", "wide", "tiny"
 
 
-def _make_smollm2() -> Path:
-    from sglang_pat.testing import models
-
-    return models.make_smollm2(MODELS / "smollm2")
-
-
-def _make_wide_model() -> Path:
-    # 147 million parameters in two layers: steps are mostly weights, as those of a model of billions are.
-    from sglang_pat.testing import models
-
-    shape = dict(layers=2, hidden=2048, intermediate=10240, heads=16, kv_heads=4, head_dim=128, vocab=2048)
-    return models.make_random("llama", MODELS / "wide", **shape)
-
-
-def _make_tiny_model() -> Path:
-    from sglang_pat.testing import models
-
-    return models.make_random("llama", MODELS / "llama")
-
-
-MAKERS: dict[str, Callable[[], Path]] = {SMOLLM2: _make_smollm2, WIDE: _make_wide_model, TINY: _make_tiny_model}
+WIDE_SHAPE = dict(layers=2, hidden=2048, intermediate=10240, heads=16, kv_heads=4, head_dim=128, vocab=2048)
+"""147 million parameters in two layers: steps are mostly weights, as those of a model of billions are."""
+MAKERS: dict[str, Callable[[], Path]] = {
+    SMOLLM2: lambda: models.make_smollm2(MODELS / "smollm2"),
+    WIDE: lambda: models.make_random("llama", MODELS / "wide", **WIDE_SHAPE),
+    TINY: lambda: models.make_random("llama", MODELS / "llama"),
+}
 """Makers of models by name; each returns the folder of its model, made on first use."""
 
 BANDWIDTH = "5:0.03"

@@ -112,7 +112,6 @@ class ContestResult:
         return [run.contender for run in self.rounds[0]]
 
     def list_seconds(self, contender: str) -> list[float]:
-        """Seconds of a contender's batches, by round."""
         at = self.contenders.index(contender)
         return [runs[at].seconds for runs in self.rounds]
 

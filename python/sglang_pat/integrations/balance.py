@@ -77,12 +77,14 @@ class EngineState:
         in_flight: requests that are there, by our own count; ``reported``: that were when it last reported.
         report: the last one.
         lost: whether it does not answer.
+        handle: what the framework calls it by.
     """
 
     in_flight: int = 0
     reported: int = 0
     report: EngineReport = field(default_factory=EngineReport)
     lost: bool = False
+    handle: Any = None
 
     @property
     def full(self) -> bool:
@@ -111,18 +113,17 @@ class Balancer:
 
     Args:
         margin: see :data:`MARGIN`.
-        seed: seed of the choice between equals.
     """
 
-    def __init__(self, margin: float = MARGIN, seed: int = 0) -> None:
+    def __init__(self, margin: float = MARGIN) -> None:
         self.engines: dict[str, EngineState] = {}
         self.sessions: OrderedDict[str, str] = OrderedDict()
         self.moved = 0
         """Number of sessions that went to another engine."""
-        self._margin, self._random = margin, random.Random(seed)
+        self._margin, self._random = margin, random.Random(0)
 
-    def add(self, name: str) -> None:
-        self.engines[name] = EngineState()
+    def add(self, name: str, handle: Any = None) -> None:
+        self.engines[name] = EngineState(handle=handle)
 
     def remove(self, name: str) -> None:
         self.engines.pop(name, None)

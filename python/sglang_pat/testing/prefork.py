@@ -227,7 +227,6 @@ def attend(stdin: int, stdout: int, stderr: int, told: int, **program: Any) -> N
 
 
 def _import_all() -> None:
-    """Import what a server and its ranks import."""
     from sglang_pat.cpu import shim
     from sglang_pat.launch import processes
 

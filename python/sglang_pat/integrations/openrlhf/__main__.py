@@ -77,22 +77,13 @@ def _check_lengths(response: int | None, whole: int) -> None:
         )
 
 
-def _list_missing() -> list[str]:
-    """Names of the packages that OpenRLHF needs and that are not installed here."""
-    return [name for name in ("ray", "openrlhf") if importlib.util.find_spec(name) is None]
-
-
-def _print_help() -> None:
-    """Print our arguments; OpenRLHF prints its own."""
-    names = ", ".join(setting.name for setting in settings.SETTINGS)
-    print((__doc__ or "").strip())
-    print(f"Our settings (docs/flags.md says what they are): {names}.\n", flush=True)
-
-
 def main(argv: list[str] | None = None) -> None:
-    argv, missing = sys.argv[1:] if argv is None else argv, ", ".join(_list_missing())
+    argv = sys.argv[1:] if argv is None else argv
+    missing = ", ".join(name for name in ("ray", "openrlhf") if importlib.util.find_spec(name) is None)
     if {"-h", "--help"} & {*argv}:
-        _print_help()
+        names = ", ".join(setting.name for setting in settings.SETTINGS)
+        print((__doc__ or "").strip())
+        print(f"Our settings (docs/flags.md says what they are): {names}.\n", flush=True)
         if missing:
             print(f"OpenRLHF's own flags are not shown: not installed here: {missing}")
             return

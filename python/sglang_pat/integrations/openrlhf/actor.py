@@ -160,7 +160,6 @@ class RolloutActor:
     async def generate(
         self, prompt_token_ids: list[int], sampling_params: SamplingParams, multi_modal_data: Any = None
     ) -> RequestOutput:
-        """One response to a prompt of token ids."""
         if multi_modal_data:
             raise ValueError("images: not with this engine; leave them out")
         wants_logprobs = sampling_params.logprobs is not None

@@ -9,7 +9,6 @@
 | ``fields`` | what a sample says of its tokens |
 | ``trainers``, ``tail_batching`` | in the process of the trainer: what is logged; which prompts run in which step |
 | ``streaming``, ``stream_lent`` | there, too: a step that trains on what is complete; on GPUs that the engines lend |
-| ``bell`` | in a Ray actor: whether a chunk that is being trained is to end |
 | ``gradient_sums`` | in each process of the trainer's GPUs: gradients of chunks |
 | ``balancer`` | in a Ray actor: which engine gets the next request |
 | ``fleet``, ``resize`` | in the process of the trainer: engines that die, come and go; the command that says how many |

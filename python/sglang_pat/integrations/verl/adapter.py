@@ -15,7 +15,7 @@ from ray.exceptions import ActorDiedError, RayActorError
 from verl.workers.rollout.sglang_rollout import sglang_rollout
 
 from sglang_pat.errors import format_one_line
-from sglang_pat.integrations.verl.actors import find_actor, name_server
+from sglang_pat.integrations.verl.fleet import find_actor, name_server
 
 logger = logging.getLogger(__name__)
 

@@ -39,9 +39,7 @@ class AdaptiveBalancer:
             raise ValueError(f"router_config_path: {', '.join(options)} is no option of it; there are margin, interval")
         if not interval > 0 or not margin >= 0:
             raise ValueError(f"router_config_path: margin is {margin}, interval {interval}; must be >= 0 and > 0")
-        self._balancer = Balancer(margin)
-        self._interval = interval
-        self._handles: dict[str, Any] = {}
+        self._balancer, self._interval = Balancer(margin), interval
         self._told: set[str] = set()
         """Names of the engines for which it was logged that their load could not be read."""
         self._watch: asyncio.Task | None = None
@@ -49,15 +47,14 @@ class AdaptiveBalancer:
 
     def _add(self, servers: dict[str, Any]) -> None:
         for name, handle in servers.items():
-            self._handles[name] = handle
-            self._balancer.add(name)
+            self._balancer.add(name, handle)
 
     async def acquire_server(self, request_id: str, **_: Any) -> tuple[str, Any]:
         """Name and handle of the engine for the next request of a session."""
         if self._watch is None:
             self._watch = asyncio.create_task(self._refresh_loads())
         name = self._balancer.acquire(request_id)
-        return name, self._handles[name]
+        return name, self._balancer.engines[name].handle
 
     async def release_server(self, server_id: str, request_id: str | None = None) -> None:
         self._balancer.release(server_id)
@@ -74,10 +71,9 @@ class AdaptiveBalancer:
     async def remove_servers(self, server_ids: list[str]) -> None:
         for name in server_ids:
             self._balancer.remove(name)
-            self._handles.pop(name, None)
 
     async def get_all_servers(self) -> list[str]:
-        return list(self._handles)
+        return list(self._balancer.engines)
 
     async def get_inflight_count(self, server_id: str) -> int:
         engine = self._balancer.engines.get(server_id)
@@ -97,7 +93,7 @@ class AdaptiveBalancer:
             "servers": self._count_loads(),
             "total_inflight": await self.get_total_inflight(),
             "active_servers": len(engines),
-            "registered_handles": list(self._handles),
+            "registered_handles": list(engines),
             "moved_sessions": self._balancer.moved,
             "reports": {name: dataclasses.asdict(engine.report) for name, engine in engines.items()},
             "lost": [name for name, engine in engines.items() if engine.lost],
@@ -109,23 +105,22 @@ class AdaptiveBalancer:
     async def _refresh_loads(self) -> None:
         asking: dict[str, asyncio.Task] = {}
         while True:
-            for name, handle in self._handles.items():
+            for name, engine in self._balancer.engines.items():
                 if name not in asking or asking[name].done():  # one that hangs does not keep the others waiting
-                    asking[name] = asyncio.create_task(self._ask(name, handle))
+                    asking[name] = asyncio.create_task(self._ask(name, engine.handle))
             await asyncio.sleep(self._interval)
 
     async def _ask(self, name: str, handle: Any) -> None:
         try:
             report = await asyncio.wait_for(handle.load.remote(), ANSWER_SECONDS)
         except Exception as error:
-            # Ray has a dozen ways to say that an actor is gone.  An error inside the actor is none of them.
+            # Ray has a dozen ways to say that an actor is gone.  An error inside the actor is none of them: the engine
+            # stays in use with what was last known of it.
             if isinstance(error, RayTaskError) or not isinstance(error, (RayError, TimeoutError)):
-                return self._warn_once(name, error)
+                if name not in self._told:
+                    self._told.add(name)
+                    message = format_one_line(error)
+                    logger.error("load of engine %s not known, %s: %s", name, type(error).__name__, message)
+                return
             report = None
         self._balancer.report(name, report)
-
-    def _warn_once(self, name: str, error: Exception) -> None:
-        """Log an error, once for each engine; it stays in use with what was last known of it."""
-        if name not in self._told:
-            self._told.add(name)
-            logger.error("load of engine %s not known, %s: %s", name, type(error).__name__, format_one_line(error))

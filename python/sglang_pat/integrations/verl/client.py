@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from itertools import accumulate
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakValueDictionary
 
 from ray.actor import ActorHandle
@@ -16,21 +16,20 @@ from ray.exceptions import RayActorError
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from sglang_pat.integrations.verl.fields import DEGREES, MOVES, STEPS, STOPS, StopReasons, Turns, join_spans
+from sglang_pat.integrations.verl.fields import DEGREES, MOVES, STEPS, STOPS, Turns, join_spans
 from sglang_pat.rollout.requests import FIRST_LIVES, LIVES, leave_room
 
 logger = logging.getLogger(__name__)
 
-_Kind = TypeVar("_Kind", Turns, StopReasons)
-
 _parts: ContextVar[list[TokenOutput]] = ContextVar("parts")
+"""Outputs of the requests for a response that verl's client asks for in parts: it keeps only the tokens of all."""
 
 _mourned: set[str] = set()
 """Names of the engines of whose death it was told in this process's log."""
 
 _RUNS = (DEGREES, STEPS)
 
-_sessions: WeakValueDictionary[tuple[str, str], Turns | StopReasons] = WeakValueDictionary()
+_sessions: WeakValueDictionary[tuple[str, str], Turns] = WeakValueDictionary()
 """Fields by request, the same one in all turns of a response, and by name; for as long as they are in use."""
 
 
@@ -91,7 +90,9 @@ class SurvivingClient(LLMServerClient):
                 output = await super().generate(
                     request_id, prompt_ids=[*prompt_ids, *known], sampling_params=params, **named
                 )
-                return _join(parts, output) if parts else output
+                output = _join(parts, output) if parts else output
+                _parts.get([]).append(output)
+                return output
             except _EngineDied as death:
                 died.append(death.name)
                 if death.had:  # else it was dead before
@@ -166,36 +167,19 @@ class AdaptiveClient(SurvivingClient):
 
     async def generate(self, request_id: str, *, prompt_ids: list[int], **named: Any) -> TokenOutput:
         output = await super().generate(request_id, prompt_ids=prompt_ids, **named)
-        for name in _RUNS:
-            if name in output.extra_fields:
-                turns = _get_turns(Turns, request_id, name, len(prompt_ids))
-                turns.add(len(prompt_ids) - turns.prompt, len(output.token_ids), output.extra_fields[name])
-                output.extra_fields[name] = turns
-        if STOPS in output.extra_fields:
-            reasons = _get_turns(StopReasons, request_id, STOPS, len(prompt_ids))
-            reasons += output.extra_fields[STOPS]
-            output.extra_fields[STOPS] = reasons
+        for name in {*_RUNS, STOPS} & output.extra_fields.keys():
+            turns, prompt = _sessions.get((request_id, name)), len(prompt_ids)
+            if turns is None or prompt <= turns.prompt:  # another response
+                turns = _sessions[request_id, name] = Turns(prompt)
+            if name == STOPS:
+                turns += output.extra_fields[STOPS]
+            else:
+                turns.add(prompt - turns.prompt, len(output.token_ids), output.extra_fields[name])
+            output.extra_fields[name] = turns
         return output
 
 
-def _get_turns(kind: type[_Kind], request_id: str, name: str, prompt: int) -> _Kind:
-    """Field ``name`` of a response whose next turn comes after ``prompt`` tokens; a new one for a new response."""
-    turns = _sessions.get((request_id, name))
-    if not isinstance(turns, kind) or prompt <= turns.prompt:  # another response
-        turns = _sessions[request_id, name] = kind(prompt)
-    return turns
-
-
-class _PartClient(SurvivingClient):
-    """A client, which asks once for a part, and notes each: verl's own keeps only the tokens of all."""
-
-    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
-        part = await super().generate(*args, **kwargs)
-        _parts.get([]).append(part)
-        return part
-
-
-class _JoiningClient(FullyAsyncLLMServerClient, _PartClient):
+class _JoiningClient(FullyAsyncLLMServerClient, SurvivingClient):
     """verl's client that goes on after an abort."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:

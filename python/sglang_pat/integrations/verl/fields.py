@@ -33,16 +33,8 @@ def was_stopped(fields: Mapping[str, Any]) -> bool:
     return not {"abort", STOPPED}.isdisjoint(fields.get(STOPS, ()))
 
 
-class StopReasons(list[str]):
-    """Reasons why each turn of a response so far ended; ``prompt`` as of :class:`Turns`."""
-
-    def __init__(self, prompt: int = 0) -> None:
-        super().__init__()
-        self.prompt = prompt
-
-
-class Turns(list[tuple[int, int | None]]):
-    """The runs of a response so far.
+class Turns(list[Any]):
+    """The value of a field of a response so far: the runs of its turns, or the reason why each ended.
 
     verl takes a sample's extra fields from its first turn.  So later turns are added to the list that is there.
 

@@ -2,7 +2,7 @@
 
 1. A client's request fails.  It takes the engine out of the balancer, and the request goes on elsewhere
    (:class:`~.client.SurvivingClient`).
-2. The trainer passes the engine over, where it asks all of something (:func:`~.actors.ask_each`), and so do its ranks,
+2. The trainer passes the engine over, where it asks all of something (:func:`ask_each`), and so do its ranks,
    where they send weights (``adapter.py``).
 3. A new engine is started, in the place and under the name of the dead one: while the others generate, if they still
    have the GPUs, else before weights are sent.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
@@ -36,7 +36,6 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 from sglang_pat.errors import format_one_line
 from sglang_pat.figures import job_log
 from sglang_pat.integrations.verl import resize
-from sglang_pat.integrations.verl.actors import find_actor, name_server
 
 MOST_STARTS = 3
 """Number of times that engines are started anew for one update of the weights."""
@@ -92,7 +91,6 @@ class Fleet(CheckpointEngineManager):
         return [replica for replica in self.replicas if self._lives[replica.replica_rank] in dead]
 
     def count_living(self) -> int:
-        """Number of engines that have not died."""
         return len(self.replicas) - len(self.list_dead())
 
     def count_awake(self) -> int:
@@ -137,8 +135,10 @@ class Fleet(CheckpointEngineManager):
             while self._leaving:
                 _release(self._leaving.pop())
             if not dead:
-                await self._join()
-                self._have_gpus = True
+                if self._new:  # they get requests from now on
+                    new = {replica.server_address: replica.server_handle for replica in self._new}
+                    await self._balancer.add_servers.remote(new)
+                self._new, self._have_gpus = [], True
                 return metrics
         numbers = ", ".join(str(replica.replica_rank) for replica in dead)
         raise RuntimeError(
@@ -158,8 +158,9 @@ class Fleet(CheckpointEngineManager):
             raise RuntimeError(f"the node of an engine is gone, and the job cannot go on without it: {why}")
         await asyncio.gather(*map(self._remove, leaving))
         self._lacks = ""
-        if gone and new > 0:
-            await _wait_for_room(gone[0].gpus_per_replica_node)
+        end = time.monotonic() + ROOM_SECONDS  # not for long, since a whole node may be gone
+        while gone and new > 0 and time.monotonic() < end and _find_lacking(gone[0].gpus_per_replica_node):
+            await asyncio.sleep(0.1)
         starts = [self._start() for _ in range(new)] + [self._restart(one) for one in dead if one not in leaving]
         await asyncio.gather(*starts)
         self._deaths += sum(replica in dead or replica in gone for replica in leaving)
@@ -287,13 +288,6 @@ class Fleet(CheckpointEngineManager):
             with suppress(RayActorError):  # it has died, too
                 await dead.sleep()
 
-    async def _join(self) -> None:
-        """Give new engines requests, from now on."""
-        if self._new:
-            new = {replica.server_address: replica.server_handle for replica in self._new}
-            await self._balancer.add_servers.remote(new)
-        self._new = []
-
     # -- what verl asks of all replicas ----------------------------------------------------------------
 
     @auto_await
@@ -327,6 +321,35 @@ class Fleet(CheckpointEngineManager):
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, RayActorError):
                 raise result
+
+
+def ask_each(actors: Iterable[ActorHandle], method: str, *args: Any) -> list[Any]:
+    """What each actor answers to ``method``; None: it is dead, or died meanwhile."""
+    return gather([getattr(actor, method).remote(*args) for actor in actors])
+
+
+def gather(calls: Iterable[ray.ObjectRef]) -> list[Any]:
+    """What calls of actors answer; None: the actor is dead, or died meanwhile."""
+    answers: list[Any] = []
+    for call in calls:
+        try:
+            answers.append(ray.get(call))
+        except RayActorError:
+            answers.append(None)
+    return answers
+
+
+def name_server(replica: int, node: int, suffix: str = "") -> str:
+    """Name that verl gives the actor of a replica on one of its nodes."""
+    return f"sglang_server_{replica}_{node}{suffix}"
+
+
+def find_actor(name: str) -> ActorHandle | None:
+    """The actor of this name that lives, as far as Ray knows."""
+    try:
+        return ray.get_actor(name)
+    except ValueError:
+        return None
 
 
 def check_some_live(fleets: Sequence[Fleet]) -> None:
@@ -386,13 +409,6 @@ def _find_lacking(gpus: int) -> str:
         return ""
     free = ", ".join(f"{room.get(name, 0):g} and {room.get('CPU', 0):g}" for room in rooms)
     return f"it needs {gpus} {name} and {colocated * gpus} CPU of one node, free on each are {free}"
-
-
-async def _wait_for_room(gpus: int) -> None:
-    """Wait until Ray has room for an engine; not for long, since a whole node may be gone."""
-    end = time.monotonic() + ROOM_SECONDS
-    while _find_lacking(gpus) and time.monotonic() < end:
-        await asyncio.sleep(0.1)
 
 
 def _release(replica: RolloutReplica) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from verl.single_controller.base.decorator import Dispatch, dispatch_nd_compute, register
+from verl.single_controller.base.decorator import Dispatch, collect_all_to_all, dispatch_nd_compute, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.metric import AggregationType, Metric
@@ -274,10 +274,6 @@ def _dispatch_shares(worker_group: Any, shares: Sequence[Any]) -> Any:
     return dispatch_nd_compute(ranks, max(ranks) + 1, worker_group, list(shares))
 
 
-def _collect_all(worker_group: Any, output: list[Any]) -> list[Any]:
-    return output
-
-
 class SummingWorker(ActorRolloutRefWorker):
     """verl's hybrid worker, whose actor is a :class:`SummingTrainer`.
 
@@ -297,7 +293,7 @@ class SummingWorker(ActorRolloutRefWorker):
     def begin_step(self) -> None:
         self.actor.begin_step()
 
-    @register(dispatch_mode={"dispatch_fn": _dispatch_shares, "collect_fn": _collect_all}, blocking=False)
+    @register(dispatch_mode={"dispatch_fn": _dispatch_shares, "collect_fn": collect_all_to_all}, blocking=False)
     def add_gradients(self, data: TensorDict | None) -> Sums:
         if data is not None:
             actor = self.config.actor

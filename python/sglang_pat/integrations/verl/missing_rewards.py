@@ -67,12 +67,8 @@ def leave_out(batch: KVBatchMeta, metrics: dict[str, Any], filler: int) -> KVBat
     if not kept:
         batch = upsample_batch_to_divisible_size(batch, len(batch) + 1, filler)
         kept = set(batch.keys) - set(left_out)
-    rows = [(key, tag) for key, tag in zip(batch.keys, batch.tags, strict=True) if key in kept]
     tq.kv_clear(keys=left_out, partition_id=batch.partition_id)
-    return KVBatchMeta(
-        partition_id=batch.partition_id, keys=[key for key, _ in rows], tags=[tag for _, tag in rows],
-        fields=batch.fields, extra_info=batch.extra_info,
-    )  # fmt: skip
+    return batch.select_keys([key for key in batch.keys if key in kept])
 
 
 def check_some_left(batches: Iterable[KVBatchMeta]) -> None:

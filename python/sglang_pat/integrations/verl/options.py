@@ -1,10 +1,6 @@
 """Options of a verl job for this engine, for streaming and for tail batching, checked before anything is started.
 
-A :class:`Rule` is one option of verl's, what it must be, and why.  The rules of an adaptive engine are :data:`ENGINE`,
-those of a step that is streamed :func:`list_stream_rules`, those of lent ranks :func:`list_lent_rules`, and those
-beside tail batching in :func:`read_tail_batching`.  What is given and would not be used is refused, too.
-
-Nothing of verl is imported with this module.
+What is given and would not be used is refused, too.  Nothing of verl is imported with this module.
 """
 
 from __future__ import annotations
@@ -273,7 +269,7 @@ def set_verls_mode(config: DictConfig, mode: str, own: str | None, streams: bool
 
     Args:
         mode: verl's own name.
-        own: option that holds those of tail batching; None: this mode has none.
+        own: name of the mode whose options hold; None: the mode has none.
         streams: set what streaming needs, too: a batch, its update, the next batch.
 
     Raises:
@@ -282,8 +278,8 @@ def set_verls_mode(config: DictConfig, mode: str, own: str | None, streams: bool
     from omegaconf import open_dict
 
     for name, values in config.trainer.v1.items():
-        if name.startswith(PREFIX) and f"trainer.v1.{name}" != own and values:
-            why = f"those of this mode are in {own}" if own else (
+        if name.startswith(PREFIX) and name != own and values:
+            why = f"those of this mode are in trainer.v1.{own}" if own else (
                 "verl's own loop carries unfinished responses over there; tail batching is an option of "
                 f"{', '.join(TRAINER_MODES[:-1])} and {TRAINER_MODES[-1]}"
             )  # fmt: skip

@@ -192,9 +192,7 @@ class PlainServer(SGLangHttpServer):
 def _keep_meta_info(generate_request: Any, routed: bool = False) -> Any:
     """Keep an answer's ``meta_info`` for the one who asked: verl drops it after it took what it knows.
 
-    Parts of a response are passed on, if somebody takes them.
-
-    With ``routed`` ask for routed experts, too.
+    Parts of a response are passed on, if somebody takes them.  With ``routed`` ask for routed experts, too.
 
     verl's ``generate`` asks for one response.  A client over HTTP may ask for several: their answer is a list.
     """
@@ -212,21 +210,16 @@ def _keep_meta_info(generate_request: Any, routed: bool = False) -> Any:
             if take is None or answer["meta_info"]["finish_reason"] is not None:
                 yield answer
             elif len(answer["output_ids"]) - sent >= (PART_TOKENS if sent else 1):
-                take(_make_part(answer, sent))
+                logprobs = answer["meta_info"].get("output_token_logprobs")
+                part = TokenOutput(
+                    token_ids=answer["output_ids"][sent:],
+                    log_probs=None if logprobs is None else [float(entry[0]) for entry in logprobs[sent:]],
+                    extra_fields={DEGREES: answer["meta_info"].get(DEGREES, ())},  # of all its tokens
+                )
+                take(part)
                 sent = len(answer["output_ids"])
 
     return noted
-
-
-def _make_part(answer: dict[str, Any], sent: int) -> TokenOutput:
-    """What an unfinished ``answer`` has after ``sent`` tokens; the degrees are of all its tokens."""
-    meta = answer["meta_info"]
-    logprobs = meta.get("output_token_logprobs")
-    return TokenOutput(
-        token_ids=answer["output_ids"][sent:],
-        log_probs=None if logprobs is None else [float(entry[0]) for entry in logprobs[sent:]],
-        extra_fields={DEGREES: meta.get(DEGREES, ())},
-    )
 
 
 class AdaptiveReplica(SGLangReplica):

@@ -84,7 +84,9 @@ class RewardLedger:
 
     async def add_figures(self, figures: Mapping[str, float]) -> None:
         """Add the figures of one reward, or of more."""
-        add_figures(self._figures, figures)
+        total = self._figures
+        for name, value in figures.items():
+            total[name] = max(total.get(name, value), value) if name.endswith(LARGEST) else total.get(name, 0.0) + value
 
     async def take_figures(self) -> dict[str, float]:
         """Figures of the step that ends now, :meth:`TimeLimits.take_metrics` among them; the next one begins."""
@@ -111,12 +113,6 @@ class RewardLedger:
     async def get_limits_state(self) -> tuple[str, dict[str, Any]]:
         """:attr:`life`, and the state of the time limits, which a checkpoint keeps."""
         return self.life, self._limits.state_dict()
-
-
-def add_figures(total: dict[str, float], figures: Mapping[str, float]) -> None:
-    """Add ``figures`` to a ``total``."""
-    for name, value in figures.items():
-        total[name] = max(total.get(name, value), value) if name.endswith(LARGEST) else total.get(name, 0.0) + value
 
 
 def connect(rules: LimitRules) -> ActorHandle:

@@ -3,25 +3,22 @@
 
 Its step is :class:`~sglang_pat.integrations.verl.streaming.StreamStep`; :class:`LentRanks` says who has the GPUs.
 
-All ranks generate at first.  When it pays, or, without a profile, when KV fits (:mod:`sglang_pat.policies.lending`),
-each engine lends every second rank.  Those of the trainer's replicas that have their GPUs train on the groups that are
-complete.  The other ranks go on with all requests.  When the batch is complete, or earlier if that is faster, the ranks
-go back.  Then the engines sleep, and all replicas train on the rest.  Of several engines the one with the fewest
-requests may sleep before, when it has none, or when the others are better at its last ones: the trainer has all its
-ranks then.
+All ranks generate at first.  Then each engine lends every second rank (:mod:`sglang_pat.policies.lending` says when),
+and replicas of the trainer there train on complete groups.  When the batch is complete, or earlier if that is faster,
+the ranks go back.  Then the engines sleep, and all replicas train on the rest.  Of several engines the one with the
+fewest requests may sleep before: the trainer has all its ranks then.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
 import ray
 import torch
 from msgspec.structs import replace
-from omegaconf import DictConfig
 from ray.actor import ActorHandle
 from torch.distributed.device_mesh import DeviceMesh
 from transfer_queue import KVBatchMeta
@@ -34,13 +31,10 @@ from verl.utils.memory_utils import aggressive_empty_cache
 from verl.workers.engine.fsdp import transformer_impl
 
 from sglang_pat.integrations.verl import options
-from sglang_pat.integrations.verl.actors import ask_each, gather
-from sglang_pat.integrations.verl.bell import Bell
+from sglang_pat.integrations.verl.fleet import ask_each, gather
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
-from sglang_pat.integrations.verl.streaming import StreamStep, list_samples, sum_tokens
+from sglang_pat.integrations.verl.streaming import Gpus, StreamStep, StreamTrainer, list_samples, sum_tokens
 from sglang_pat.integrations.verl.tail_batching import ChunkedTailBatchingBuffer
-from sglang_pat.integrations.verl.trainers import AdaptiveTrainer
-from sglang_pat.messages import EndRound
 from sglang_pat.policies.lending import MOST_COUNT, STRIDE, Move, Others, Training, TrainingPace
 
 MODE = f"{options.PREFIX}stream_lent"
@@ -89,13 +83,11 @@ class LentWorker(SummingWorker):
         aggressive_empty_cache(force_sync=True)
 
 
-class LentRanks:
-    """GPUs that are the engines', of which the trainer gets those that are lent until the engines sleep; attributes and
-    methods as of :class:`~sglang_pat.integrations.verl.streaming.Gpus`."""
+class LentRanks(Gpus):
+    """GPUs that are the engines', of which the trainer gets those that are lent until the engines sleep."""
 
-    ranks: Sequence[int] = ()
     train_alone = True
-    left_at: float | None = None
+    bell: Any = None
 
     def __init__(self, trainer: AdaptiveStreamLent) -> None:
         self._trainer = trainer
@@ -109,11 +101,25 @@ class LentRanks:
         self._rung = False
 
     def listen(self) -> None:
-        """Have the trainer's ranks hear the bell from now on."""
-        self.bell = ray.remote(self._trainer.bell_class).options(num_cpus=0).remote()
+        """Have the trainer's ranks hear a bell from now on: an actor that says between two passes whether to stop."""
+
+        # Here, so that Ray sends the class itself: of another one it would import the module, and verl with it.
+        class Bell:
+            def __init__(self) -> None:
+                self.rung = False
+
+            async def set(self, rung: bool) -> None:
+                self.rung = rung
+
+            async def is_rung(self) -> bool:
+                return self.rung
+
+        self.bell = ray.remote(num_cpus=0)(Bell).remote()
         self._trainer.actor_rollout_wg.listen(self.bell)
 
     def begin_step(self) -> None:
+        if self.bell is None:
+            self.listen()
         self.ranks, self.left_at, self.generates = (), 1.0, True
         self._lent, self._left, self._asked_at = {}, set(), 0
         self._pace.begin_step(time.monotonic())
@@ -192,16 +198,11 @@ class LentRanks:
         measured = self._pace.describe(time.monotonic())
         measured["seconds_per_token"] *= engines
         measured["trained"] = measured.get("trained", 0) // engines
-
-        def count_tokens(uids: set[str]) -> int:
-            tags = (tag for key, tag in buffer.partitions["train"].items() if key.partition("_")[0] in uids)
-            return sum_tokens(tag for tag in tags if "response_len" in tag)
-
+        ready, pending = (sum_tokens(step.list_tags(uids)) for uids in (groups, buffer.running_keys["train"]))
         spare = buffer.count_spare() if isinstance(buffer, ChunkedTailBatchingBuffer) else 0
         return Training(
             samples=max(1, step.batch * n // engines), complete=complete * n // engines,
-            ready=count_tokens(groups) // engines, pending=count_tokens(buffer.running_keys["train"]) // engines,
-            spare=spare // engines, **measured,
+            ready=ready // engines, pending=pending // engines, spare=spare // engines, **measured,
         )  # fmt: skip
 
     def _make_moves(self, moves: dict[int, Move], completion: float) -> None:
@@ -232,8 +233,8 @@ class LentRanks:
             self.left_at = min(self.left_at or 1.0, completion)
         self.ranks = [engine * size + rank for engine, ranks in sorted(self._lent.items()) for rank in ranks]
 
-    def _take_back(self, engines: Iterable[int]) -> None:
-        engines, actors = list(engines), self._trainer.engines.list_actors()
+    def _take_back(self, engines: Sequence[int]) -> None:
+        actors = self._trainer.engines.list_actors()
         with marked_timer("take_back_ranks", self._trainer.timing_raw, color="cyan"):
             self._trainer.actor_rollout_wg.empty_cache()
             ask_each([actors[engine] for engine in engines], "lend_ranks", 1)
@@ -273,30 +274,8 @@ class LentRanks:
 
 
 @register_trainer(MODE)
-class AdaptiveStreamLent(AdaptiveTrainer, PPOTrainerColocateAsync):
+class AdaptiveStreamLent(StreamTrainer, PPOTrainerColocateAsync):
     """verl's ``colocate_async``, whose engines sleep when the batch is complete, and of which half trains before."""
 
-    mode, tail_batching_at = "colocate_async", f"trainer.v1.{MODE}"
-    announces_steps = streams = lends_ranks = True
-    step_class, gpus_class, worker_class, bell_class = StreamStep, LentRanks, LentWorker, Bell
-
-    def __init__(self, config: DictConfig) -> None:
-        options.check_stream(config, MODE, self.mode, lent=True)
-        super().__init__(config)
-        self.gpus = self.gpus_class(self)
-
-    def on_init_end(self) -> None:
-        self.gpus.listen()
-        super().on_init_end()
-
-    def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
-        self.stream = self.step_class(self, self.gpus)
-        return self.stream.run(metrics, timing_raw)
-
-    def _get_required_batch_multiple(self, dp_size: int) -> int:
-        """The number of ranks, of which a chunk is a multiple; verl's own is a whole batch."""
-        return dp_size
-
-    def on_step_end(self) -> None:
-        self.engines.announce(EndRound())
-        super().on_step_end()
+    mode, name, lends_ranks = "colocate_async", MODE, True
+    gpus_class, worker_class = LentRanks, LentWorker

@@ -1,23 +1,21 @@
 """verl's trainer that trains on groups while the others are still generated (RollPacker, section 4.4):
 ``trainer.v1.trainer_mode=sglang_pat_stream``.
 
-A step starts a batch of prompts, when all before it were trained on.  As soon as groups are complete, with their
-rewards, their gradients are added up; what is complete by then is the next chunk.  When the batch is there, the sum is
-divided once, the weights are updated once, and go to all engines.  So the weights of the step generated all of its
-tokens, and the update is that of the whole batch.
+The weights of a step generate all of its tokens, and its update is that of the whole batch (``docs/streaming.md``).
 
-:class:`StreamStep` is such a step, from top to bottom.  :class:`AdaptiveStream` is verl's ``separate_async``, whose
-``step`` it is; its worker adds gradients up (:mod:`~sglang_pat.integrations.verl.gradient_sums`).  Where engine and
-trainer have the same GPUs it is ``colocate_async`` (:mod:`~sglang_pat.integrations.verl.stream_lent`).
+:class:`StreamStep` is such a step, from top to bottom.  :class:`StreamTrainer` is a trainer whose ``step`` it is; its
+worker adds gradients up (:mod:`~sglang_pat.integrations.verl.gradient_sums`).  :class:`AdaptiveStream` is the one of
+verl's ``separate_async``.  Where engine and trainer have the same GPUs it is ``colocate_async``
+(:mod:`~sglang_pat.integrations.verl.stream_lent`).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 import transfer_queue as tq
@@ -32,9 +30,8 @@ from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import rename_dict
 
 from sglang_pat.integrations.verl import missing_rewards, options, rewards
-from sglang_pat.integrations.verl.actors import ask_each
 from sglang_pat.integrations.verl.fields import STEPS, expand_runs, was_stopped
-from sglang_pat.integrations.verl.fleet import check_some_live
+from sglang_pat.integrations.verl.fleet import ask_each, check_some_live
 from sglang_pat.integrations.verl.gradient_sums import SummingWorker
 from sglang_pat.integrations.verl.tail_batching import ChunkedTailBatchingBuffer, NoResponseError
 from sglang_pat.integrations.verl.trainers import AdaptiveTrainer, StepMetrics, report_degrees
@@ -50,7 +47,7 @@ LEFT_AT = "training/stream/switched_at"
 """Metric: the share of the groups that was complete when GPUs left the round."""
 
 
-class Gpus(Protocol):
+class Gpus:
     """Rule of who has the trainer's GPUs.
 
     Attributes:
@@ -59,9 +56,9 @@ class Gpus(Protocol):
         left_at: share of the groups that was complete when GPUs left the round; None: none generate.
     """
 
-    ranks: Sequence[int]
-    train_alone: bool
-    left_at: float | None
+    ranks: Sequence[int] = ()
+    train_alone = False
+    left_at: float | None = None
 
     def begin_step(self) -> None:
         """Called before the step's prompts are started."""
@@ -179,6 +176,11 @@ class StreamStep:
         """Number of the batch's groups that the trainer has had, or could have: the latter are ``groups``."""
         return self.batch - self.left + len(groups)
 
+    def list_tags(self, uids: Set[str]) -> list[dict[str, Any]]:
+        """verl's tags of the samples of these groups, of those that are there."""
+        tags = self.buffer.partitions["train"].items()
+        return [tag for key, tag in tags if key.partition("_")[0] in uids and "response_len" in tag]
+
     def is_generated(self) -> bool:
         """Whether it is known that no engine has anything of the step any more; rewards may still come."""
         return isinstance(self.buffer, ChunkedTailBatchingBuffer) and self.buffer.is_generated
@@ -252,19 +254,16 @@ class StreamStep:
         size = -(-len(batch) // len(self.gpus.ranks))
         shares: list[KVBatchMeta | None] = [None] * self.trainer.actor_rollout_wg.world_size
         for first, rank in zip(range(0, len(batch), size), self.gpus.ranks, strict=False):
-            part = range(first, min(first + size, len(batch)))
-            if rows := [i for i in part if not batch.tags[i].get("is_padding")]:
-                shares[rank] = _choose(batch, rows)
+            part = slice(first, first + size)
+            tags = zip(batch.keys[part], batch.tags[part], strict=True)
+            if keys := [key for key, tag in tags if not tag.get("is_padding")]:
+                shares[rank] = batch.select_keys(keys)
         return shares
 
 
-class TrainerGpus:
+class TrainerGpus(Gpus):
     """GPUs that are the trainer's.  While verl's replicas on them generate, they are handed over to the trainer as soon
     as :func:`~sglang_pat.policies.lending.decide_by_room` says so."""
-
-    ranks: Sequence[int] = ()
-    train_alone = False
-    left_at: float | None = None
 
     def __init__(self, trainer: AdaptiveStream) -> None:
         self._trainer = trainer
@@ -281,23 +280,20 @@ class TrainerGpus:
             return
         complete = step.count_complete(groups)
         over = complete >= step.batch or step.is_generated()
-        if over or (complete != self._asked_at and self._may_leave(groups)):
+        if over or (complete != self._asked_at and self._may_leave(step, groups)):
             self.ranks = range(self._trainer.actor_rollout_wg.world_size)
             self.left_at = min(complete / step.batch, 1.0)
         self._asked_at = complete
-
-    def begin_chunk(self) -> None:
-        pass
 
     def note_chunk(self, chunk: KVBatchMeta, seconds: float, ranks: Sequence[int]) -> None:
         limit = self._trainer.config.actor_rollout_ref.rollout.response_length
         for tag in list_samples(chunk):
             self._lengths.observe(tag["response_len"], 0, tag["response_len"] < limit)
 
-    def _may_leave(self, groups: set[str]) -> bool:
+    def _may_leave(self, step: StreamStep, groups: set[str]) -> bool:
         """Whether the GPUs may leave the round now, with these groups complete."""
-        trainer = self._trainer
-        rollout, batch = trainer.config.actor_rollout_ref.rollout, trainer.config.data.train_batch_size
+        trainer, tags = self._trainer, step.list_tags(groups)
+        rollout = trainer.config.actor_rollout_ref.rollout
         staying, leaving = (
             [report for report in ask_each(manager.server_handles, "load") if report is not None]
             for manager in (trainer.standalone_server_manager, trainer.llm_server_manager)
@@ -305,35 +301,56 @@ class TrainerGpus:
         running, waiting, tokens = (
             sum(getattr(report, name) for report in staying + leaving) for name in ("running", "waiting", "tokens")
         )
-        tags = [
-            tag for key, tag in trainer.replay_buffer.partitions["train"].items() if key.partition("_")[0] in groups
-        ]
         prompt = sum(tag["prompt_len"] for tag in tags) // max(len(tags), 1)
         load = make_load(running, waiting, tokens, prompt, rollout.response_length)
         outlook = look_ahead(load, self._lengths) if len(load) else None
         training = Training(
-            samples=batch * rollout.n, complete=len(groups) * rollout.n, ready=sum_tokens(tags), seconds_per_token=0.0
-        )
+            samples=step.batch * rollout.n, complete=len(groups) * rollout.n, ready=sum_tokens(tags),
+            seconds_per_token=0.0,
+        )  # fmt: skip
         room = sum(report.kv_free + report.tokens for report in staying)
         return outlook is None or decide_by_room(training, outlook, room).move is Move.LEND
 
 
+class StreamTrainer(AdaptiveTrainer):
+    """A trainer whose steps are streamed.
+
+    Attributes:
+        gpus_class: rule of who has its GPUs.
+    """
+
+    streams = True
+    step_class, worker_class = StreamStep, SummingWorker
+    gpus_class: Callable[[Any], Gpus]
+
+    def __init__(self, config: DictConfig) -> None:
+        options.check_stream(config, str(self.name), self.mode, self.lends_ranks)
+        super().__init__(config)
+        self.gpus = self.gpus_class(self)
+
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
+        self.stream = self.step_class(self, self.gpus)
+        batch = self.stream.run(metrics, timing_raw)
+        self.engines.announce(EndRound())
+        return batch
+
+    def _get_required_batch_multiple(self, dp_size: int) -> int:
+        """The number of ranks, of which a chunk is a multiple; verl's own is a whole batch."""
+        return dp_size
+
+
 @register_trainer(MODE)
-class AdaptiveStream(AdaptiveTrainer, PPOTrainerSeparateAsync):
+class AdaptiveStream(StreamTrainer, PPOTrainerSeparateAsync):
     """verl's ``separate_async``, which streams.
 
     With ``trainer.v1.separate_async.hybrid_rollout.enable_switch`` the trainer's GPUs generate, too, until they are to
     train.  They are handed over as whole replicas, and their requests go on elsewhere, from their tokens.
     """
 
-    mode, tail_batching_at = "separate_async", f"trainer.v1.{MODE}"
-    announces_steps = streams = True
-    step_class, worker_class = StreamStep, SummingWorker
+    mode, name, gpus_class = "separate_async", MODE, TrainerGpus
 
     def __init__(self, config: DictConfig) -> None:
-        options.check_stream(config, MODE, self.mode)
         super().__init__(config)
-        self.gpus = TrainerGpus(self)
         self._hands_over = self.hybrid_rollout_config.enable_switch
         # verl's own rule when to hand replicas over is about prefetched prompts.
         self.hybrid_rollout_config = replace(self.hybrid_rollout_config, enable_switch=False)
@@ -341,10 +358,6 @@ class AdaptiveStream(AdaptiveTrainer, PPOTrainerSeparateAsync):
     def on_step_begin(self) -> None:
         if not self._hands_over:
             super().on_step_begin()
-
-    def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
-        self.stream = self.step_class(self, self.gpus)
-        return self.stream.run(metrics, timing_raw)
 
     def _wait_for_sampleable_and_switch(self) -> dict[str, Any]:
         """verl's hook, when the prompts are started: wait until replicas are handed over to the trainer, and do it."""
@@ -355,12 +368,7 @@ class AdaptiveStream(AdaptiveTrainer, PPOTrainerSeparateAsync):
                 self.switch_to_trainer()
         return {}
 
-    def _get_required_batch_multiple(self, dp_size: int) -> int:
-        """The number of ranks, of which a chunk is a multiple; verl's own is a whole batch."""
-        return dp_size
-
     def on_step_end(self) -> None:
-        self.engines.announce(EndRound())
         super().on_step_end()
         if self._hands_over and self.global_steps < self.total_training_steps:
             with marked_timer("switch_to_rollout", self.timing_raw, color="cyan"):
@@ -383,18 +391,11 @@ def sum_tokens(tags: Iterable[Mapping[str, Any]]) -> int:
     return sum(tag["prompt_len"] + tag["response_len"] for tag in tags)
 
 
-def _choose(batch: KVBatchMeta, rows: Sequence[int]) -> KVBatchMeta:
-    """These samples of a batch, in this order."""
-    return KVBatchMeta(
-        partition_id=batch.partition_id, keys=[batch.keys[i] for i in rows], tags=[batch.tags[i] for i in rows],
-        extra_info=dict(batch.extra_info),
-    )  # fmt: skip
-
-
 def _deal(batch: KVBatchMeta, keys: set[str], ranks: int) -> KVBatchMeta:
     """Some samples of a batch, in an order in which equal parts are for ranks with about the same work."""
-    rows = sorted((i for i, key in enumerate(batch.keys) if key in keys), key=lambda i: -batch.tags[i]["seq_len"])
-    return _choose(batch, [i for rank in range(ranks) for i in rows[rank::ranks]])
+    lengths = {key: tag["seq_len"] for key, tag in zip(batch.keys, batch.tags, strict=True) if key in keys}
+    longest = sorted(lengths, key=lengths.__getitem__, reverse=True)
+    return batch.select_keys([key for rank in range(ranks) for key in longest[rank::ranks]])
 
 
 def check_samples(batch: KVBatchMeta, version: int) -> None:

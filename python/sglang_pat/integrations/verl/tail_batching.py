@@ -21,13 +21,12 @@ import logging
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
 
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, _accumulate_eviction_metrics
-from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils
 
 from sglang_pat.integrations.verl.reward_ledger import TrainerLedger
@@ -41,58 +40,6 @@ from sglang_pat.rollout.state import LONG
 logger = logging.getLogger(__name__)
 
 
-class TailBatching:
-    """Tail batching of a job: its buffer, and what that asks of the trainer.
-
-    Args:
-        rules: rules of the admitter.
-        announce: function that tells the engines of a step.
-        stop: function that ends all that the engines generate; None: verl's way.  With it the trainer streams: it gets
-            the groups of a step as they are taken.
-
-    Attributes:
-        ledger: ledger that says which responses have ended; it is there from the trainer's setup on.
-    """
-
-    ledger: TrainerLedger
-
-    def __init__(
-        self, trainer: PPOTrainer, rules: Rules, announce: Callable[[BeginRound], None], stop: Callable[[], None] | None
-    ) -> None:
-        self._trainer, config = trainer, trainer.config
-        groups, sampler = config.algorithm.get("filter_groups") or {}, config.trainer.v1.sampler
-        metric = trainer._resolve_filter_groups_metric()
-        most_batches = max(groups.get("max_num_gen_batches", 0), 0) if metric else 0
-        if most_batches:  # of which verl has just said that it is ignored
-            logger.warning("algorithm.filter_groups.max_num_gen_batches=%s holds with tail batching", most_batches)
-        self.buffer = (ChunkedTailBatchingBuffer if stop else TailBatchingBuffer)(
-            rules, config.actor_rollout_ref.rollout.response_length, self._submit, stop or self._abort, announce,
-            most_batches,
-            # With a filter a step goes on until verl has the rewards.
-            take_ends=dict if rules.filter_groups else lambda: self.ledger.take_ends(trainer.global_steps),
-            drop=lambda uids: self.ledger.drop(trainer.global_steps, uids),
-            trainer_mode=trainer.trainer_mode, trainer_config=config.trainer.v1.get(trainer.trainer_mode, {}),
-            max_off_policy_threshold=sampler.max_off_policy_threshold,
-            max_off_policy_strategy=sampler.max_off_policy_strategy, sampler_kwargs=sampler.sampler_kwargs,
-            refill_fn=trainer._add_prompts_to_generate, filter_groups_metric=metric,
-            sync_refill_failed_groups=bool(sampler.get("sync_refill_failed_groups")), gen_batch_size=1,
-        )  # fmt: skip
-
-    def begin_step(self) -> None:
-        """Start the step's prompts."""
-        self.buffer.begin(self._trainer.global_steps, self._trainer._fetch_one_gen_batch)
-
-    def _submit(self, rows: list[TensorDict]) -> None:
-        batch = tensordict_utils.concat_tensordict(rows)
-        tensordict_utils.assign_non_tensor_data(batch, "global_steps", self._trainer.global_steps)
-        self._trainer._submit_batch_to_rollout(batch)
-
-    def _abort(self) -> None:
-        """End all that the engines generate."""
-        self._trainer.checkpoint_manager.abort_replicas()
-        self._trainer.checkpoint_manager.resume_generation_replicas()
-
-
 class TailBatchingBuffer(ReplayBuffer):
     """verl's replay buffer, which waits for the prompts that the admitter takes.
 
@@ -100,38 +47,24 @@ class TailBatchingBuffer(ReplayBuffer):
     rewards are there when all their responses are: verl's workers write a response with its reward.
 
     Args:
+        trainer: the :class:`~.trainers.AdaptiveTrainer` whose buffer it is.
+        rules: rules of the admitter.
         limit: most tokens of a response.
-        submit, stop, announce: functions that start prompts, stop all that runs, and tell the engines of a step.
         most_batches: most batches of groups to judge in a step (verl's ``max_num_gen_batches``); 0: any number.
-        take_ends: function that returns tokens of responses that have ended, by uid and session, before verl has their
-            rewards; those it does not tell of have ended when verl has written them.
-        drop: function that tells of prompts that nobody will train on.
+        named: arguments of verl's buffer.
 
     Attributes:
+        ledger: ledger that says which responses have ended; it is there from the trainer's setup on.
         summary: the last round's.
     """
 
-    def __init__(
-        self,
-        rules: Rules,
-        limit: int,
-        submit: Callable[[list[TensorDict]], None],
-        stop: Callable[[], None],
-        announce: Callable[[BeginRound], None],
-        most_batches: int = 0,
-        take_ends: Callable[[], Mapping[str, Mapping[int, int]]] = dict,
-        drop: Callable[[set[str]], None] = lambda uids: None,
-        **named: Any,
-    ) -> None:
+    ledger: TrainerLedger
+
+    def __init__(self, trainer: Any, rules: Rules, limit: int, most_batches: int = 0, **named: Any) -> None:
         super().__init__(**named)
-        self._admitter = Admitter(rules)
-        self._limit = limit
-        self._submit, self._stop, self._announce = submit, stop, announce
-        self._take_ends, self._drop = take_ends, drop
+        self._trainer, self._limit, self._admitter = trainer, limit, Admitter(rules)
         self._ends: defaultdict[str, dict[int, int]] = defaultdict(dict)
         """Number of tokens of each response of this round that is known to have ended, by uid and session."""
-        self._fetch: Callable[[], TensorDict] | None = None
-        """Function that gets more prompts of the data."""
         self._most_judged = most_batches * rules.num_prompts
         self._judged = 0
         """Number of groups of this round for which there was a verdict."""
@@ -162,6 +95,56 @@ class TailBatchingBuffer(ReplayBuffer):
         """Time when all groups that are taken had their rewards, by the machine's monotonic clock."""
         self.summary: records.Summary | None = None
 
+    @classmethod
+    def of_trainer(cls, trainer: Any, rules: Rules) -> Self:
+        """The buffer of a job."""
+        config, mode, metric = trainer.config, trainer.trainer_mode, trainer._resolve_filter_groups_metric()
+        groups, sampler = config.algorithm.get("filter_groups") or {}, config.trainer.v1.sampler
+        most_batches = max(groups.get("max_num_gen_batches", 0), 0) if metric else 0
+        if most_batches:  # of which verl has just said that it is ignored
+            logger.warning("algorithm.filter_groups.max_num_gen_batches=%s holds with tail batching", most_batches)
+        return cls(
+            trainer, rules, config.actor_rollout_ref.rollout.response_length, most_batches,
+            trainer_mode=mode, trainer_config=config.trainer.v1.get(mode, {}),
+            max_off_policy_threshold=sampler.max_off_policy_threshold,
+            max_off_policy_strategy=sampler.max_off_policy_strategy, sampler_kwargs=sampler.sampler_kwargs,
+            refill_fn=trainer._add_prompts_to_generate, filter_groups_metric=metric,
+            sync_refill_failed_groups=bool(sampler.get("sync_refill_failed_groups")), gen_batch_size=1,
+        )  # fmt: skip
+
+    # -- what it asks of others --------------------------------------------------------------------------
+
+    def _fetch(self) -> TensorDict:
+        """More prompts of the data."""
+        return self._trainer._fetch_one_gen_batch()
+
+    def _announce(self, message: BeginRound) -> None:
+        self._trainer.engines.announce(message)
+
+    def _submit(self, rows: list[TensorDict]) -> None:
+        """Start prompts."""
+        batch = tensordict_utils.concat_tensordict(rows)
+        tensordict_utils.assign_non_tensor_data(batch, "global_steps", self._trainer.global_steps)
+        self._trainer._submit_batch_to_rollout(batch)
+
+    def _stop(self) -> None:
+        """End all that the engines generate."""
+        self._trainer.checkpoint_manager.abort_replicas()
+        self._trainer.checkpoint_manager.resume_generation_replicas()
+
+    def _take_ends(self) -> Mapping[str, Mapping[int, int]]:
+        """Tokens of responses that have ended since the last call, by uid and session, before verl has their rewards;
+        others have ended when verl has written them."""
+        if self._admitter.rules.filter_groups:
+            return {}  # a step goes on until verl has the rewards
+        return self.ledger.take_ends(self._trainer.global_steps)
+
+    def _drop(self, uids: set[str]) -> None:
+        """Tell of prompts that nobody will train on."""
+        self.ledger.drop(self._trainer.global_steps, uids)
+
+    # -- a step ------------------------------------------------------------------------------------------
+
     def get_state(self) -> dict[str, Any]:
         """State between two steps: what another process needs to go on, the prompts that wait among it."""
         return {**self._admitter.state_dict(), "rows": self._rows, "fed": self._fed}
@@ -175,9 +158,8 @@ class TailBatchingBuffer(ReplayBuffer):
         self._admitter.load_state_dict(state, source)
         self._rows, self._fed = state["rows"], state["fed"]
 
-    def begin(self, version: int, fetch: Callable[[], TensorDict]) -> None:
-        """Start a step's prompts; ``fetch`` gets more of them from the data."""
-        self._fetch = fetch
+    def begin(self, version: int) -> None:
+        """Start a step's prompts."""
         while wanted := self._admitter.wanted:
             self._feed(wanted)
         self._taken, self._over, self._begun = [], False, time.monotonic()
@@ -194,7 +176,6 @@ class TailBatchingBuffer(ReplayBuffer):
 
     def _feed(self, prompts: int) -> list[records.Action]:
         """Feed ``prompts`` prompts or a few more, at once: each call of the admitter goes through all keys so far."""
-        assert self._fetch is not None, "a step has begun"
         first = self._fed
         while self._fed < first + prompts:
             rows = self._fetch()
@@ -337,8 +318,11 @@ class TailBatchingBuffer(ReplayBuffer):
         """Start each draw with all its responses; draws of one prompt are prompts of their own to verl."""
         rows = []
         for (index, draw), samples in draws.items():
-            row = _copy_with_new_uid(self._rows[index]) if draw else self._rows[index]
-            uid = self._uids[index, draw] = _get_uid(row)
+            row = self._rows[index]
+            if draw:
+                row = row.clone(recurse=False)
+                tensordict_utils.assign_non_tensor_stack(row, "uid", [str(uuid.uuid4())])
+            uid = self._uids[index, draw] = row["uid"][0]
             self._under_way[uid] = samples
             self._started[uid] = time.monotonic()
             self._unsettled.add(uid)
@@ -367,6 +351,10 @@ class ChunkedTailBatchingBuffer(TailBatchingBuffer):
     Between two calls of :meth:`begin`: :meth:`wait_for_sampleable` and :meth:`sample` until the batch is there, then
     :meth:`end_step`.
     """
+
+    def _stop(self) -> None:
+        """End all that runs, and all that comes before the next step."""
+        self._trainer.engines.stop_requests()
 
     @property
     def is_generated(self) -> bool:
@@ -443,14 +431,3 @@ def _collect_lengths(trajectories: Mapping[str, Mapping[str, Any]]) -> defaultdi
         if "response_len" in tag:
             lengths[uid][int(session)] = lengths[uid].get(int(session), 0) + tag["response_len"]
     return lengths
-
-
-def _get_uid(row: TensorDict) -> str:
-    return row["uid"][0]
-
-
-def _copy_with_new_uid(row: TensorDict) -> TensorDict:
-    """A copy of a prompt, with a uid of its own."""
-    other = row.clone(recurse=False)
-    tensordict_utils.assign_non_tensor_stack(other, "uid", [str(uuid.uuid4())])
-    return other

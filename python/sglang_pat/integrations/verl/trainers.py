@@ -1,8 +1,8 @@
 """verl's trainers, with what this engine adds to them: ``trainer.v1.trainer_mode=sglang_pat_sync`` and the like.
 
 The trainer of a mode is verl's own and :class:`AdaptiveTrainer`, whose hooks call objects: :class:`Engines`,
-:class:`~.tail_batching.TailBatching`, :class:`~.reward_ledger.TrainerLedger`.  A hook of verl's is overridden there or
-in the class of a mode, never in both.
+:class:`~.tail_batching.TailBatchingBuffer`, :class:`~.reward_ledger.TrainerLedger`.  A hook of verl's is overridden
+there or in the class of a mode, never in both.
 
 verl's own modes run as they are, but for :class:`CheckedTrainer`, whose classes have their names in verl's registry.
 """
@@ -35,13 +35,12 @@ from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 
 from sglang_pat import figures
 from sglang_pat.integrations.verl import missing_rewards, options, rewards
-from sglang_pat.integrations.verl.actors import ask_each
 from sglang_pat.integrations.verl.client import AdaptiveAsyncClient, AdaptiveClient
 from sglang_pat.integrations.verl.fields import DEGREES, MOVES, expand_runs
-from sglang_pat.integrations.verl.fleet import Fleet, check_some_live
+from sglang_pat.integrations.verl.fleet import Fleet, ask_each, check_some_live
 from sglang_pat.integrations.verl.options import PREFIX
 from sglang_pat.integrations.verl.reward_ledger import TrainerLedger
-from sglang_pat.integrations.verl.tail_batching import TailBatching
+from sglang_pat.integrations.verl.tail_batching import ChunkedTailBatchingBuffer, TailBatchingBuffer
 from sglang_pat.messages import BeginRound, EndRound
 
 logger = logging.getLogger(__name__)
@@ -185,14 +184,10 @@ for _mode in ("sync", "colocate_async", "separate_async"):
 
 
 class Engines:
-    """The engines, as a trainer tells and asks them.
+    """The engines, as a trainer tells and asks them."""
 
-    Args:
-        have_rounds: whether engines with GPUs of their own have rounds, too: what runs there is one step's.
-    """
-
-    def __init__(self, trainer: PPOTrainer, have_rounds: bool) -> None:
-        self._trainer, self._have_rounds = trainer, have_rounds
+    def __init__(self, trainer: AdaptiveTrainer) -> None:
+        self._trainer = trainer
         self._totals: dict[ActorHandle, figures.Figures] | None = None
         """Figures of what each engine had done when it was last asked; None: none was."""
 
@@ -210,7 +205,8 @@ class Engines:
         actors = self.list_actors()
         if isinstance(message, BeginRound) and len(actors) > 1:  # nobody knows how many requests each will get
             message = replace(message, requests=None, prompts=None)
-        ask_each(actors, "announce_round", message, self._have_rounds)
+        # Where a step is streamed engines with GPUs of their own have rounds, too: what runs there is one step's.
+        ask_each(actors, "announce_round", message, self._trainer.streams)
 
     def stop_requests(self) -> None:
         """End all that runs, and all that comes before the next round."""
@@ -234,23 +230,23 @@ class AdaptiveTrainer(CheckedTrainer):
     and how the engines spent the step.
 
     Attributes:
-        tail_batching_at: option that holds those of tail batching; None: this mode has none.
-        announces_steps: whether the prompts of a step are announced to the engines.
+        name: name of the mode in ``trainer.v1``, where its options are; None: it has none, and its steps do not begin
+            with their prompts.
         streams: whether a step is trained in chunks, as its groups are complete.
         worker_class: class of the trainer's ranks; None: verl's.
-        tail_batching: the job's tail batching; None: it has none.
+        tail_batching: buffer of the job's tail batching; None: it has none.
         ledger: ledger of rewards with limits; None: the job has none.
     """
 
-    tail_batching_at: str | None = None
-    announces_steps = streams = False
+    name: str | None = None
+    streams = False
     worker_class: type[ActorRolloutRefWorker] | None = None
-    tail_batching: TailBatching | None = None
+    tail_batching: TailBatchingBuffer | None = None
     ledger: TrainerLedger | None = None
 
     def __init__(self, config: DictConfig) -> None:
-        self.engines = Engines(self, self.streams)
-        super().__init__(options.set_verls_mode(config, self.mode, self.tail_batching_at, self.streams))
+        self.engines = Engines(self)
+        super().__init__(options.set_verls_mode(config, self.mode, self.name, self.streams))
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -277,7 +273,7 @@ class AdaptiveTrainer(CheckedTrainer):
     def on_validate_end(self) -> None:
         super().on_validate_end()
         self.engines.announce(EndRound())
-        if self.announces_steps:  # else those of the step go on meanwhile
+        if self.name:  # else prompts of the step go on meanwhile
             self.engines.take_metrics()  # no step's
         if self.ledger:
             self.ledger.take_metrics()
@@ -292,19 +288,19 @@ class AdaptiveTrainer(CheckedTrainer):
 
     def _build_replay_buffer(self) -> ReplayBuffer:
         """Build verl's buffer, or that of tail batching."""
-        where = self.tail_batching_at
-        if where and (rules := options.read_tail_batching(self.config, where, self.trainer_mode)):
-            stop = self.engines.stop_requests if self.streams else None
-            self.tail_batching = TailBatching(self, rules, self.engines.announce, stop)
-        buffer = self.tail_batching.buffer if self.tail_batching else super()._build_replay_buffer()
+        where = f"trainer.v1.{self.name}"
+        if self.name and (rules := options.read_tail_batching(self.config, where, self.trainer_mode)):
+            kind = ChunkedTailBatchingBuffer if self.streams else TailBatchingBuffer
+            self.tail_batching = kind.of_trainer(self, rules)
+        buffer = self.tail_batching or super()._build_replay_buffer()
         if self.tail_batching or self.streams:
             buffer.poll_interval = POLL_SECONDS
         return buffer
 
     def _add_batch_to_generate(self) -> None:
         if self.tail_batching:
-            return self.tail_batching.begin_step()
-        if self.announces_steps:
+            return self.tail_batching.begin(self.global_steps)
+        if self.name:
             self.engines.announce(self._describe_step())
         super()._add_batch_to_generate()
 
@@ -324,7 +320,7 @@ class AdaptiveTrainer(CheckedTrainer):
         if self.ledger:
             self.ledger.save(folder / LIMITS_FILE)
         if self.tail_batching:
-            torch.save(self.tail_batching.buffer.get_state(), folder / WAITING_FILE)
+            torch.save(self.tail_batching.get_state(), folder / WAITING_FILE)
         super()._save_checkpoint()
 
     def _load_checkpoint(self) -> None:
@@ -336,7 +332,7 @@ class AdaptiveTrainer(CheckedTrainer):
         waiting = "prompts that waited at this checkpoint, if any, are left out"
         if self.tail_batching and (path := self._find_saved(WAITING_FILE, waiting)):
             # As verl reads its own files; this one has its rows in it, which are no tensors alone.
-            self.tail_batching.buffer.restore(torch.load(path, weights_only=False), str(path))
+            self.tail_batching.restore(torch.load(path, weights_only=False), str(path))
 
     def _find_saved(self, name: str, otherwise: str) -> Path | None:
         """A file of the checkpoint from which the job goes on; where there is none, the log has ``otherwise``."""
@@ -387,7 +383,7 @@ def _make_degree_metrics(data: Any, differences: bool = True) -> dict[str, float
 class AdaptiveSync(AdaptiveTrainer, PPOTrainerSync):
     """verl's ``sync``, also with tail batching: ``+trainer.v1.sglang_pat_sync.tail_batching=strict`` or ``reorder``."""
 
-    mode, tail_batching_at, announces_steps = "sync", f"trainer.v1.{PREFIX}sync", True
+    mode, name = "sync", f"{PREFIX}sync"
 
 
 @register_trainer(f"{PREFIX}colocate_async")
