@@ -58,7 +58,7 @@ class Scheduling:
 
     async def _pat_ask(self, kind, **fields):
         self.sent.append(kind(query_id=next(self._pat_ids), **fields))
-        return SimpleNamespace(state=ScheduleState(entries=0, done=0, holding=False, switches=[]))
+        return ScheduleState(entries=0, done=0, holding=False, switches=[])
 
 
 def test_a_log_begins_once_and_not_after_a_schedule():

@@ -15,7 +15,7 @@ from fastapi import Request
 from sglang_pat.host import adapter
 from sglang_pat.host.fixes import request_validation as validation
 from sglang_pat.host.fixes import stop_patterns
-from sglang_pat.messages import count_prefix_tokens, get_length_limit
+from sglang_pat.messages import ROUND_MARK, count_prefix_tokens, get_length_limit
 
 from .requests_made import ask, make_message, tokenize
 
@@ -265,7 +265,7 @@ def test_a_request_that_names_its_round_is_reported_under_that_name():
         obj = make_message(adapter.controls.MarkableRequest, **given)
         (work,) = classify(obj)
         assert (work.round, obj.sampling_params.custom_params) == (name, left)
-        work.mark(name or "guessed")
+        setattr(work.obj, ROUND_MARK, name or "guessed")
         requests = [SimpleNamespace(pat_request=obj)] * 2 + [SimpleNamespace(pat_request=ask)]
         assert load_reports._list_rounds(requests) == [name or "guessed"]
 

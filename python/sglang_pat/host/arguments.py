@@ -136,7 +136,8 @@ def _fill_in(args: Any, fill_in: Callable[[], None]) -> None:
 
 if TYPE_CHECKING:
 
-    class AdaptiveServerArgs(AdaptiveMethods, ServerArgs): ...
+    class AdaptiveServerArgs(AdaptiveMethods, ServerArgs):
+        pat_in_a_job: bool
 
 else:
     AdaptiveServerArgs = adapter.arguments.make_class("AdaptiveServerArgs", AdaptiveMethods, FIELDS, _fill_in)

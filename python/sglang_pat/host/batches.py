@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pat.host import adapter, kv
 from sglang_pat.host.assign import assign
 from sglang_pat.host.fixes import penalties
+from sglang_pat.host.requests import Req
 from sglang_pat.switch.transfer import upload
 
 __all__ = ["ScheduleBatch"]

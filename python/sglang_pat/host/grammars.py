@@ -7,10 +7,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
-from sglang.srt.managers.schedule_batch import Req
 
 from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign
+from sglang_pat.host.requests import Req
 
 Key = tuple[str, str]
 """Kind and text, as SGLang's cache has them."""

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_pat.host import adapter, requests
 from sglang_pat.host.assign import assign
+from sglang_pat.host.requests import Req
 from sglang_pat.switch.transfer import download, upload
 
 # -- the buffers -------------------------------------------------------------------------------------------------------

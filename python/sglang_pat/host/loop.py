@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign
 from sglang_pat.host.batches import PROCESSED, count_attended
+from sglang_pat.host.requests import Req
 
 # -- the requests ------------------------------------------------------------------------------------------------------
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import zmq
 from sglang.srt.managers.io_struct import AbortReq, BaseReq, BatchTokenIDOutput
-from sglang.srt.managers.schedule_batch import Req
 
 from sglang_pat.host.assign import assign
+from sglang_pat.host.requests import Req
 
 
 def list_told(output: Any, reqs: Iterable[Req]) -> list[Req]:

@@ -11,16 +11,45 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers import schedule_batch
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 
 from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign, assign_many
 
 __all__ = ["Req", "TokenizedGenerateReqInput"]
+
+if TYPE_CHECKING:
+
+    class Req(schedule_batch.Req):
+        """A request with what is kept at it since it came in.
+
+        Attributes:
+            pat_request: what the server sent; ``pat_prompt``: its token ids; ``pat_sealed``: both as bytes, None until
+                a switch needs them.
+            pat_limit: most tokens of the response; ``pat_since``: so many of these came with the prompt;
+                ``pat_family``: the same number for all requests with one prompt.
+            pat_degrees: TP degrees that made the tokens, as ``(first token, degree)``.
+            pat_drafts: steps with drafts, drafts checked, drafts right.
+            pat_experts: experts that its tokens went to (``host/routed_experts.py``).
+        """
+
+        pat_request: TokenizedGenerateReqInput
+        pat_prompt: array
+        pat_sealed: bytes | None
+        pat_limit: int
+        pat_since: int
+        pat_family: int
+        pat_degrees: tuple[tuple[int, int], ...]
+        pat_drafts: tuple[int, int, int]
+        pat_experts: Any
+
+else:
+    Req = schedule_batch.Req
 
 # -- what others read --------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from sglang.srt.managers.io_struct import (
     PauseGenerationReqInput,
     TokenizedGenerateReqInput,
 )
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.observability.metrics_collector import SchedulerStats
 
 from sglang_pat.checks import census, tokens
@@ -35,6 +35,7 @@ from sglang_pat.host.assign import assign, assigned
 from sglang_pat.host.batches import PROCESSED
 from sglang_pat.host.controls import SINGLES
 from sglang_pat.host.outputs import ControlSender, RpcRelay
+from sglang_pat.host.requests import Req
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import Cancel, Compile, InjectPrefixes, Prepare, SiblingTexts, StepPermit, Switch, TraceQuery
 from sglang_pat.rank import degrees, speculation

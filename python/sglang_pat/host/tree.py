@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign
-from sglang_pat.host.requests import get_tokens
+from sglang_pat.host.requests import Req, get_tokens
 
 
 def keeps_kv(scheduler: Any) -> bool:

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_pat.host import adapter, kv
 from sglang_pat.host.assign import assign
 from sglang_pat.host.batches import count_attended, fill_rows, make_batch
 from sglang_pat.host.fixes import penalties
+from sglang_pat.host.requests import Req
 from sglang_pat.messages import get_most_drafts
 from sglang_pat.speculate.drafter import count_right
 from sglang_pat.switch.transfer import upload

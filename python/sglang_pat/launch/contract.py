@@ -77,7 +77,7 @@ class Symbol:
         return None
 
     def _import(self) -> tuple[str, ...]:
-        found = importlib.import_module(self.module)
+        found: Any = importlib.import_module(self.module)
         for part in self.name.split("."):
             found = getattr(found, part)
         return tuple(inspect.signature(found).parameters)

@@ -142,7 +142,7 @@ def _patch_process_to_fork(_path: bytes, command: list[str], keep: list[int]) ->
             os.closerange(first, number)
             first = number + 1
         # Held by the thread that forks us.
-        forkserver._forkserver._lock = threading.Lock()
+        forkserver._forkserver._lock = threading.Lock()  # pyright: ignore[reportAttributeAccessIssue]
         # Whoever ends the engine spares resource trackers: they remove what the dead left in shared memory.
         name = "resource_tracker" if "resource_tracker" in command[-1] else "fork_server"
         setproctitle.setproctitle(f"sglang_pat::{name}")
@@ -186,7 +186,7 @@ def start(name: str, target: Callable, *args: Any) -> tuple[mp.Process, Any]:
     reader, writer = get_context().Pipe(duplex=False)
     # The children's own SGLang is not to be made adaptive: they are.
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    process = get_context().Process(
+    process: mp.Process = get_context().Process(  # pyright: ignore[reportAttributeAccessIssue]
         name=NAMED + name, target=_run, args=(environment, target, *args, os.getpid(), writer)
     )
     with _ignore_signals_in_children():
@@ -210,7 +210,9 @@ def _run(environment: dict[str, str], target: Callable, *args: Any) -> None:
 def _die_with_parent() -> None:
     """End with the main process.  SGLang asks the kernel to end a process with its parent, but here that is the fork
     server, which lives as long as one of its children."""
-    mp.parent_process().join()
+    parent = mp.parent_process()
+    assert parent is not None
+    parent.join()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -235,7 +237,8 @@ def wait_until_ready(started: Mapping[str, tuple[mp.Process, connection.Connecti
     reports: dict[str, dict[str, Any]] = {}
     while len(reports) < len(started):
         waited_for = [reader for reader, name in names.items() if name not in reports]
-        now = {names[reader]: _report(reader) for reader in connection.wait(waited_for)}
+        ready = connection.wait(waited_for)
+        now = {names[reader]: _report(reader) for reader in waited_for if reader in ready}
         if failed := [name for name, report in now.items() if report["status"] != "ready"]:
             # The others may have failed only because it has.
             first = min(failed, key=lambda name: now[name]["at"])

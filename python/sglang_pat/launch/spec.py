@@ -65,7 +65,7 @@ def resolve_spec(
     """
     profile = read_files(config)
     if profile is not None:
-        assert fingerprint is not None, "there is a profile"
+        assert fingerprint is not None and config.profile is not None, "there is a profile"
         check_fits(profile, fingerprint, config.profile)
     # The base layout's sizes are SGLang's own, and those of the user are all layouts'.
     tails = {

@@ -42,7 +42,9 @@ def register(req: Req) -> None:
     That is its length limit, how much of its response came with the prompt, and the family of the prompt before that.
     """
     prompt, params = req.pat_prompt, host.get_sampling_params(req)
-    req.pat_limit = get_length_limit(params)
+    limit = get_length_limit(params)
+    assert limit is not None, "SGLang has set one"
+    req.pat_limit = limit
     req.pat_since = min(count_prefix_tokens(params), len(prompt))
     req.pat_family = zlib.crc32(prompt[: len(prompt) - req.pat_since] if req.pat_since else prompt)
 

@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import msgspec
@@ -18,6 +18,9 @@ from sglang_pat.host.tokenizer import RoutedTokenizerManager
 from sglang_pat.policies.lending import Training
 from sglang_pat.rollout.rounds import RolloutRound
 from sglang_pat.server.calibration import calibrate
+
+if TYPE_CHECKING:
+    from sglang_pat.host.arguments import AdaptiveServerArgs
 
 POLL_SECONDS, IDLE_SECONDS = 0.005, 60.0
 """Seconds between two looks whether the engine is empty, and the longest wait for it once all requests are answered."""
@@ -38,6 +41,9 @@ class AdaptiveTokenizerManager(RoutedTokenizerManager):
         pat_rounds: rounds that this process drives, to be cancelled when weights are updated.
         pat_log_begins: whether requests count in the decision log from the next one on.
     """
+
+    server_args: AdaptiveServerArgs
+    send_to_scheduler: Any
 
     def __init__(self, server_args, port_args) -> None:
         super().__init__(server_args, port_args)

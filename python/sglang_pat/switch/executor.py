@@ -233,9 +233,9 @@ class SwitchExecutor:
         self._vote(error)
         self._mark("drain")  # of the others: their last step, and their offers where they come later
         # Only a leader's offer counts; its followers hold the same requests.
-        gathered: list[GroupOffer | None] = [None] * self.config.num_ranks
+        gathered: list[Any] = [None] * self.config.num_ranks
         dist.all_gather_object(gathered, offer if self.scheduler.is_leader else None, group=self.world)
-        offers = {group: gathered[group] for group in old.leaders}
+        offers: dict[int, GroupOffer] = {group: gathered[group] for group in old.leaders}
         if needs_capsules(old, new):
             capsules = requests.send_capsules(self.scheduler, new, offers, capsules)
         self._mark("capsules")
@@ -294,7 +294,9 @@ class SwitchExecutor:
         self.scheduler.enter_layout(new, epoch, fence)
         loop.write_counters(self.scheduler, offers[leader].taken)
         decoding = [req for req, _, _ in incoming.decoding]
-        self.scheduler.speculation.enter_group(decoding, incoming.learnt, offers[leader].acceptance)
+        acceptance = offers[leader].acceptance
+        assert acceptance is not None, "a leader's offer has it"
+        self.scheduler.speculation.enter_group(decoding, incoming.learnt, acceptance)
         if self.experts is not None:
             self.experts.turn(leads=self.rank in new.leaders)
         for req in decoding + incoming.waiting:

@@ -35,7 +35,7 @@ class CompiledGrammars:
     """
 
     def __init__(self, backend: Any | None) -> None:
-        self._backend = backend
+        self._backend: Any = backend
         self._made: dict[Key, Future] = {}
         self._awaited: dict[Key, Future] = {}
         self._rebuilding: Any = None
@@ -61,7 +61,8 @@ class CompiledGrammars:
 
         The group's ranks must find the same.
         """
-        keys = {grammars.get_key(req) for req in reqs if grammars.get_grammar(req) is not None} - {None}
+        held = (grammars.get_key(req) for req in reqs if grammars.get_grammar(req) is not None)
+        keys = {key for key in held if key is not None}
         pristine = {key: self._get_unused(key) for key in keys}
         self.clear()
         if self._backend is not None:

@@ -84,9 +84,8 @@ class _Slots:
 
     def upload(self) -> None:
         """Put the tree's slots on the device, and give back those of which it has another copy."""
-        freed = np.concatenate(self._freed) if self._freed else ()
-        if len(freed):
-            kv.free_slots(self._scheduler, freed)
+        if any(map(len, self._freed)):
+            kv.free_slots(self._scheduler, np.concatenate(self._freed))
         if self._keeps:
             device = self._scheduler.layouts.device
             tree.map_slots(self._scheduler, lambda slots: upload(slots, torch.int64, device))

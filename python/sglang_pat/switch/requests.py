@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -397,7 +398,7 @@ def plan_groups(
     """The plan of every new group that a member of this rank's exchange group will belong to."""
     layouts = scheduler.layouts
     _, members = layouts.groups.exchange_group(layouts.layout, new)
-    sources = {group: offer.live for group, offer in offers.items()}
+    sources: dict[int, Sequence[plan.LiveRequest]] = {group: offer.live for group, offer in offers.items()}
     most, capacity, keep = kv.count_lines(scheduler), layouts[new].capacity, tree.keeps_kv(scheduler)
     return {g: plan.plan_group(g, sources, most, capacity, keep) for g in {new.group_of(m) for m in members}}
 

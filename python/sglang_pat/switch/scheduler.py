@@ -1,9 +1,9 @@
-"""Attributes of a rank's scheduler (``host/scheduler.py``) that a switch uses; the type checker holds the list."""
+"""Attributes of a rank's scheduler (``host/scheduler.py``) that ``switch/`` and ``rank/`` use."""
 
 from __future__ import annotations
 
 from array import array
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.dropped import Dropped
@@ -13,6 +13,10 @@ from sglang_pat.rank.channels import RankChannel
 from sglang_pat.rank.layouts import Layouts
 from sglang_pat.switch.grammars import CompiledGrammars
 from sglang_pat.switch.order import OutputSender
+
+if TYPE_CHECKING:
+    from sglang_pat.rank.load_reports import LoadReporter
+    from sglang_pat.rank.speculation import Speculation
 
 
 class SwitchingScheduler(Protocol):
@@ -25,8 +29,8 @@ class SwitchingScheduler(Protocol):
     grammars: CompiledGrammars
     channel: RankChannel
     output: OutputSender
-    load: Any
-    speculation: Any
+    load: LoadReporter
+    speculation: Speculation
     dropped: Dropped
     _paused_by_client: bool
 
