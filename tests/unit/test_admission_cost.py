@@ -41,6 +41,7 @@ def test_the_chance_of_a_bin_to_have_the_longest():
     assert found[short] + found[long] == pytest.approx(1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("eta", [1.0, 1.25])
 def test_plain_seconds_are_those_of_plain_rounds(eta):
     plain = [summary.seconds for summary in list_summaries(LENGTHS, 60, eta_prompts=1.0)]
@@ -98,6 +99,7 @@ class SomeAlwaysLong:
         return self.limit if draw > 0.99 else int(200 + 300 * draw)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("eta", [1.0, 1.25])
 def test_the_estimate_where_some_prompts_are_always_long(eta):
     job = simulation(LENGTHS, predictor=Constant(), num_prompts=32, eta_responses=eta)

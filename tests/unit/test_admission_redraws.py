@@ -164,6 +164,7 @@ def test_without_anything_thrown_away_the_estimate_is_the_mean():
     assert last.mean_undropped == pytest.approx(last.mean_returned)
 
 
+@pytest.mark.long
 def test_the_estimate_is_what_the_returned_lengths_should_have_been():
     """Lengths of one distribution: what is returned is a third too short, and the summary says so within 10%."""
 

@@ -111,6 +111,7 @@ def test_decisions_are_those_of_the_definitions(seed: int):
     anything(seed, prompts=5, responses=3, events=250)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 def test_in_larger_rounds_as_well(seed: int):
     anything(1000 + seed, prompts=40, responses=6, events=700)

@@ -11,7 +11,7 @@ from sglang_pat.tools.commands import UsageError
 from studies import gains, modelled, pat_settings
 from studies.modelled import A3B, A40, H100, L40S, LLAMA, QWEN_32B
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.long]
 
 
 def test_tables_of_the_pages_are_those_that_are_stored():

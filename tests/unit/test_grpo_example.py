@@ -347,6 +347,7 @@ def test_a_checkpoint_of_another_run(model, tmp_path, capsys):
 # -- what is left -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_picture_says_what_was_learnt(whole, tmp_path):
     rows = [*whole.rows[:-1], structs.replace(whole.rows[-1], held_out=0.75)]
     results = Results(run=RUN, before=0.25, rows=rows)

@@ -143,6 +143,7 @@ def step() -> tuple[leaving.Node, leaving.Task, np.ndarray, LengthHistory]:
     return leaving.Node(task.machine, task.model), task, drawn[1], history
 
 
+@pytest.mark.long
 def test_simulated_engines_that_leave_make_a_step_shorter(step):
     node, task, lengths, history = step
     found = {way: leaving.simulate(node, lengths, task, 32768, history, way) for way in leaving.WAYS}

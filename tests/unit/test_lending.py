@@ -436,6 +436,7 @@ def stay(moment) -> int:
     return 1
 
 
+@pytest.mark.long
 def test_a_step_without_lending_is_the_round_and_its_training():
     replay = make_replay([300, 800, 200, 4000, 100, 500, 700, 50])
     policy = make_policy("survival", predictor=machine(crossing())[0], costs=replay.costs)
@@ -474,6 +475,7 @@ def test_a_group_that_was_begun_is_finished_before_ranks_go_back():
     assert step.seconds == pytest.approx(step.rollout + long.training_seconds - step.hidden)
 
 
+@pytest.mark.long
 @examples(40)
 @given(
     profiles(),
@@ -495,6 +497,7 @@ def test_ranks_are_back_before_the_step_ends(found, lengths, seconds_per_token, 
         assert step.hidden <= (back - begun) / 2 + 1e-9, "half of the ranks"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 def test_the_oracle_is_best(seed):
     random = np.random.default_rng(seed)

@@ -16,7 +16,7 @@ from studies.simulate import Batch, Drain, find_best_run
 from .drawn import examples
 from .policy_world import crossing, machine, profiles
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.long]
 
 
 def drain(found, lengths, prompt=50, limit=None, spacing=1) -> Drain:

@@ -13,7 +13,7 @@ from studies.own_pace import BestPolicy, list_moments, run_policy, run_schedule,
 from studies.shapes import parse_shape
 from studies.simulate import Batch, find_best_run
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

@@ -42,6 +42,7 @@ def test_tail_batching(tmp_path):
     assert is_png(tail_picture.draw(drawn, "", tmp_path / "a.png"))
 
 
+@pytest.mark.long
 def test_study(tmp_path):
     cell = {"static_over_oracle": 1.0, "static_over_survival": 0.9, "pat_decided": 0.02}
     ours, theirs = cell | {"profile": "a", "survival_decided": 0.01}, cell | {"profile": "a-pat-costs"}

@@ -425,6 +425,7 @@ def make_profile(**parts):
     return profile(**{"decode": decode, "switches": switches, "grid": {"batch": [1, 2]}} | parts)
 
 
+@pytest.mark.long
 def test_a_report_is_one_page(tmp_path):
     path, folder = tmp_path / "p.json", tmp_path / "a" / "report"
     profiles.save(make_profile(), path)

@@ -107,6 +107,7 @@ def test_a_log_is_decided_the_same(tmp_path, profile_file, capsys, policy):
     assert replay.main(["--log", str(log)]) == 0, "an engine that is killed cuts its last line short"
 
 
+@pytest.mark.long
 def test_the_last_step_is_drawn(tmp_path, profile_file, capsys, monkeypatch):
     log, path, titles = tmp_path / "decisions.jsonl", tmp_path / "step.png", []
     write_log(log, profile_file)

@@ -363,7 +363,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["bubblewrap", "none"])
+@pytest.mark.parametrize("kind", ["bubblewrap", pytest.param("none", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_busy_family_is_cut_by_what_all_of_it_takes(name, kind):
     try:

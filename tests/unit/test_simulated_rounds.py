@@ -16,7 +16,7 @@ from studies import PROFILES, tail_batching
 from studies.rounds import RESERVE, Engines, Replica, Simulation
 from studies.shapes import parse_shape
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.long]
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILE = PROFILES / "8xH100-qwen3-14b.json"

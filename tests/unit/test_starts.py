@@ -8,7 +8,7 @@ import pytest
 
 from studies import starts
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.long]
 
 MIXTURE, DENSE = starts.A3B.name, starts.LLAMA.name
 
