@@ -21,6 +21,7 @@ def run(*argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *argv], capture_output=True, text=True, env=os.environ | variables)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_commands_help_is_ours_alone(command):
     done = run("-m", command, "--help")

@@ -173,6 +173,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_program_goes_on_after_a_refusal_of_a_rank(run_code, gpt2):
     """The program gets the same line in an exception."""
     done = run_code(PROGRAM, gpt2)
