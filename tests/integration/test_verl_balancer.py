@@ -76,7 +76,7 @@ def test_an_engine_reports_what_it_was_started_with(most, slots):
     rig.coordinator.handle_status_query(m.StatusQuery(query_id=1), 0.0)
 
     async def pat_status() -> dict:
-        return rig.world.server[-1].status
+        return rig.world.server[-1].answer
 
     manager = SimpleNamespace(pat_status=pat_status, server_args=SimpleNamespace(max_running_requests=most))
     server = SimpleNamespace(tokenizer_manager=manager, config=SimpleNamespace(max_num_seqs=1024))
