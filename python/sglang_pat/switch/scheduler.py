@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.dropped import Dropped
@@ -13,10 +13,6 @@ from sglang_pat.rank.channels import RankChannel
 from sglang_pat.rank.layouts import Layouts
 from sglang_pat.switch.grammars import CompiledGrammars
 from sglang_pat.switch.order import OutputSender
-
-if TYPE_CHECKING:
-    from sglang_pat.rank.load_reports import LoadReporter
-    from sglang_pat.rank.speculation import Speculation
 
 
 class SwitchingScheduler(Protocol):
@@ -29,8 +25,8 @@ class SwitchingScheduler(Protocol):
     grammars: CompiledGrammars
     channel: RankChannel
     output: OutputSender
-    load: LoadReporter
-    speculation: Speculation
+    load: Any
+    speculation: Any
     dropped: Dropped
     _paused_by_client: bool
 
