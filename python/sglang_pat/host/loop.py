@@ -87,6 +87,12 @@ def list_requests(scheduler: Any) -> tuple[list[Req], list[Req]]:
     return list(scheduler.running_batch.reqs), waiting
 
 
+def count_waiting(scheduler: Any) -> int:
+    """Number of requests that wait, as :func:`list_requests` has them; asked in each step, so no list is made."""
+    compiling = scheduler.grammar_manager.grammar_queue
+    return len(scheduler.waiting_queue) + len(compiling) + (scheduler.chunked_req is not None)
+
+
 def list_running_with(scheduler: Any, batch: ScheduleBatch | None) -> list[Req]:
     """Requests that run, with those of ``batch``, which is about to run, but for one in the middle of its prefill."""
     running = scheduler.running_batch.reqs

@@ -99,7 +99,7 @@ class LoadReporter:
     def report_if_due(self, batch: ScheduleBatch | None) -> None:
         """Report if due.  ``batch`` is about to run."""
         scheduler = self._scheduler
-        running, queued = loop.list_running_with(scheduler, batch), len(loop.list_requests(scheduler)[1])
+        running, queued = loop.list_running_with(scheduler, batch), loop.count_waiting(scheduler)
         self._steps += batch is not None
         # ``received``: a request may have come and gone since the last look.
         load = (len(running), queued, scheduler.layouts.weight_version, self.received)
