@@ -1,7 +1,7 @@
 # make setup | check | test | unit | test-integration | test-peers | soak | demo | bench | gpu | lint | types | docs | clean | distclean
 #
 # Needs Python 3.11 or newer, gcc/g++ and make. Everything goes into .venv; a second run takes well under a second.
-# SGLANG=0.5.23: with this SGLang, from an environment of its own on top of .venv (any target that runs an engine).
+# SGLANG=0.5.12.post1: with this SGLang, from an environment of its own on top of .venv (any target that runs an engine).
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_TORCH_ARGS ?=
@@ -11,12 +11,15 @@ BENCH_ARGS ?= --quick
 WORKERS ?= 2
 STUDIES := policies starts gains coarse_grid tail_batching bias lending leaving rl_step speculation repack
 
-OF_VENV := 0.5.12.post1
+OF_VENV := 0.5.23
+# What verl's release pins: test-integration runs with it.
+OF_VERL := 0.5.12.post1
+OF_INTEGRATION := $(or $(SGLANG),$(OF_VERL))
 SGLANG ?= $(OF_VENV)
 SGLANGS := $(OF_VENV) $(patsubst requirements/sglang-%.txt,%,$(wildcard requirements/sglang-*.txt))
 $(if $(filter $(SGLANG),$(SGLANGS)),,$(error SGLANG=$(SGLANG): must be one of $(SGLANGS)))
 OTHER := $(filter-out $(OF_VENV),$(SGLANG))
-FOLDER = python/sglang_pat/host/v$(subst .,_,$(OTHER))
+FOLDER = python/sglang_pat/host/v$(subst .,_,$(OTHER:.post1=))
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -25,7 +28,7 @@ RUN_PY := $(RUN)/bin/python
 # LONG=1: also the tests marked long, as CI runs `make test`.
 WITH_LONG = $(if $(LONG),-m "not soak")
 PYTEST = $(RUN_PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
-INTEGRATION := .venv-integration$(OTHER:%=-%)
+INTEGRATION := .venv-integration$(patsubst %,-%,$(filter-out $(OF_VERL),$(OF_INTEGRATION)))
 PIP_COMMAND = -m pip --disable-pip-version-check install --quiet --no-input
 PIP = $(PY) $(PIP_COMMAND)
 SOURCES := requirements/torch.txt requirements/cpu.txt requirements/sglang.txt requirements/tasks.txt
@@ -83,16 +86,16 @@ ADD_VENV = $(PY) $(PRINT_PATH); echo "import site; site.addsitedir('$$($(PY) $(P
 test-integration: $(INTEGRATION)/.sglang_pat_setup
 	$(INTEGRATION)/bin/python -m pytest tests/integration $(WITH_LONG) $(PYTEST_ARGS)
 
-.venv-integration/.sglang_pat_setup: $(VENV)/.sglang_pat_setup requirements/integration.txt requirements/other_sglang.txt
+.venv-integration/.sglang_pat_setup: .venv-$(OF_VERL)/.sglang_pat_setup requirements/integration.txt requirements/other_sglang.txt
 	$(PYTHON) -m venv $(@D)
-	($(ADD_VENV)) > $(BELOW)
+	(.venv-$(OF_VERL)/bin/python $(PRINT_PATH); $(ADD_VENV)) > $(BELOW)
 	$(@D)/bin/python $(PIP_COMMAND) --no-deps -r requirements/integration.txt
 	$(@D)/bin/python $(PIP_COMMAND) --no-deps --upgrade --target $(@D)/other_sglang -r requirements/other_sglang.txt
 	touch $@
 
-.venv-integration-%/.sglang_pat_setup: .venv-%/.sglang_pat_setup .venv-integration/.sglang_pat_setup
+.venv-integration-$(OF_VENV)/.sglang_pat_setup: .venv-integration/.sglang_pat_setup
 	$(PYTHON) -m venv $(@D)
-	(.venv-$*/bin/python $(PRINT_PATH); .venv-integration/bin/python $(PRINT_PATH); $(ADD_VENV)) > $(BELOW)
+	(.venv-integration/bin/python $(PRINT_PATH); $(ADD_VENV)) > $(BELOW)
 	touch $@
 
 # Engines of verl jobs are killed in every step, a hundred of them at drawn moments: an hour and a half.  SHORT=1: what

@@ -15,12 +15,12 @@ usage="usage: gpu/bundle.sh LOAD.tar.xz [0.5.12.post1 | 0.5.23]"
 [ $# = 1 ] || [ $# = 2 ] || { echo "$usage"; exit 2; }
 case ${2:-0.5.12.post1} in
   0.5.12.post1)
-    requirements=sglang.txt
+    requirements=sglang-0.5.12.post1.txt
     versions=(sglang==0.5.12.post1 sglang-kernel==0.4.2.post2 flashinfer-python==0.6.11.post1 apache-tvm-ffi==0.1.9
       quack-kernels)
     ;;
   0.5.23)
-    requirements=sglang-0.5.23.txt
+    requirements=sglang.txt
     versions=(sglang==0.5.23 sglang-kernel==0.4.10 flashinfer-python==0.7.2 apache-tvm-ffi==0.1.11 quack-kernels==0.6.5
       blobfile lxml pycryptodomex xxhash zstandard)
     ;;
