@@ -10,6 +10,7 @@ of SGLang; ``--help-sglang`` lists all of its flags.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import runpy
@@ -76,6 +77,7 @@ def _serve_adaptive(argv: list[str]) -> None:
         # SGLang's watchdog reports with it what we now do ourselves.
         signal.signal(signal.SIGQUIT, signal.SIG_IGN)
         processes.end_children()
+        gc.unfreeze()  # SGLang 0.5.23 freezes what it has imported; Triton takes that for a leak, in 40 lines
 
 
 def launch(argv: list[str]) -> None:
