@@ -97,6 +97,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.switches and not args.profile:
         parser.error("--switches needs --profile FILE (python -m profiler.sweep makes one)")
+    if args.profile and not args.profile.is_file():
+        parser.error(f"--profile {args.profile}: no such file; python -m profiler.sweep makes one")
     if args.quick:
         args.rounds, args.turns, args.tokens = 1, 1, 64
     machine, model = _bench.about(), MAKERS[WIDE]()
