@@ -138,6 +138,9 @@ if TYPE_CHECKING:
 
     class AdaptiveServerArgs(AdaptiveMethods, ServerArgs):
         pat_in_a_job: bool
+        host: str
+        port: int
+        enable_metrics: bool
 
 else:
     AdaptiveServerArgs = adapter.arguments.make_class("AdaptiveServerArgs", AdaptiveMethods, FIELDS, _fill_in)

@@ -65,7 +65,10 @@ def make_view(
         return pool, allocator
     view, heads = copy.copy(pool), pool.head_num // ratio
     buffers = pool.k_buffer, pool.v_buffer
-    k, v = ([layer.view(-1, heads, layer.shape[2]) for layer in layers] for layers in buffers)
+    k, v = (
+        [layer.view(-1, heads, layer.shape[2]) for layer in layers]  # pyright: ignore[reportOptionalIterable]
+        for layers in buffers
+    )
     size = (pool.size + pool.page_size) * ratio - pool.page_size
     assign(view, head_num=heads, size=size, k_buffer=k, v_buffer=v)
     adapter.rank.fill_view(view, heads)

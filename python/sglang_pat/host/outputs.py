@@ -23,7 +23,8 @@ def list_told(output: Any, reqs: Iterable[Req]) -> list[Req]:
 
 def add_info(output: BatchTokenIDOutput, key: str, values: list[Any]) -> None:
     """Add ``values``, one for each request of the output, to what their clients get as ``meta_info[key]``."""
-    assign(output, customized_info=(output.customized_info or {}) | {key: values})
+    before: Any = output.customized_info or {}
+    assign(output, customized_info=before | {key: values})
 
 
 class ControlSender:

@@ -45,7 +45,8 @@ def count_allowed(req: Req) -> int:
     special = req.custom_logit_processor is not None or getattr(req, "return_sampling_mask", False)
     if penalties.is_penalized(req) or waits or special or req.grammar is not None or req.finished():
         return 0
-    left, wanted = params.max_new_tokens - len(req.output_ids) - 1, get_most_drafts(params)
+    limit, wanted = params.max_new_tokens, get_most_drafts(params)
+    left = limit - len(req.output_ids) - 1  # pyright: ignore[reportOptionalOperand]: set by then
     return left if wanted is None else min(left, wanted)
 
 

@@ -44,7 +44,8 @@ def read_experts(req: Req, slots: torch.Tensor) -> torch.Tensor | None:
     """
     if not req.return_routed_experts or (capturer := get_global_experts_capturer()) is None:
         return None
-    return capturer.host_cache.buffer[slots[_find_first(req) : req.seqlen - 1].cpu()]
+    slots = slots[_find_first(req) : req.seqlen - 1].cpu()
+    return capturer.host_cache.buffer[slots]  # pyright: ignore[reportOptionalSubscript]
 
 
 def _find_first(req: Req) -> int:
