@@ -77,7 +77,7 @@ def _serve_adaptive(argv: list[str]) -> None:
         # SGLang's watchdog reports with it what we now do ourselves.
         signal.signal(signal.SIGQUIT, signal.SIG_IGN)
         processes.end_children()
-        gc.unfreeze()  # SGLang 0.5.23 freezes what it has imported; Triton takes that for a leak, in 40 lines
+        gc.unfreeze()  # what preload.py has frozen Triton would call leaked, in 40 lines
 
 
 def launch(argv: list[str]) -> None:

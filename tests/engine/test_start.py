@@ -107,6 +107,7 @@ def test_a_signal_ends_it_in_order(start, place, number):
     assert server.process.returncode == 128 + number, server.log_text()[-3000:]
     # SGLang's own warm-up may come to its last request when nobody listens any more.
     assert "Traceback" not in server.log_text().partition("post-warmup freeze_gc failed")[0]
+    assert "leaked" not in server.log_text()
     assert not wait_until_ended(children, 120)
     assert not sockets(place) and not list(place.glob(launched.FOLDER_PREFIX + "*"))
 
