@@ -25,7 +25,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 RUN := $(VENV)$(OTHER:%=-%)
 RUN_PY := $(RUN)/bin/python
-# LONG=1: also the tests marked long, as CI runs `make test`.
+# LONG=1: also the tests marked long, as CI runs `make test` with $(OF_VERL).
 WITH_LONG = $(if $(LONG),-m "not soak")
 PYTEST = $(RUN_PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 INTEGRATION := .venv-integration$(patsubst %,-%,$(filter-out $(OF_VERL),$(OF_INTEGRATION)))

@@ -1,6 +1,6 @@
 """What drafts cost and gain in real rounds on two ranks: ``--pat-speculate`` off, at a number, and by itself, in turns.
 
-    python bench/speculate.py [--quick] [--profile FILE] [--ways off 4] [--kinds new again] [--switches] [--turns 2]
+    python bench/speculate.py [--quick] [--profile FILE] [--ways off 4] [--new] [--switches] [--turns 2]
 
 ``wide``, a model of random weights.  In bfloat16 a CPU with AVX512_BF16 multiplies five rows nearly as fast as one, as
 a GPU does; one without it does not.  Lengths are drawn beforehand, with a long tail.  A round of new prompts has drafts
@@ -85,7 +85,7 @@ def main() -> int:
     parser = _bench.options(__doc__, "one turn of one round with short responses; two minutes")
     parser.add_argument("--profile", type=Path, help="of this model on two ranks; with it auto takes its turn")
     parser.add_argument("--ways", nargs="+", default=["off", "4"], help="values of --pat-speculate")
-    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, help="of rounds (default: both)")
+    parser.add_argument("--new", action="store_true", help="rounds of new prompts only")
     parser.add_argument("--dtype", default="bfloat16", help="of the model, as in the profile (default: %(default)s)")
     parser.add_argument("--switches", action="store_true", help="survival decides on the layout; needs --profile")
     parser.add_argument("--rounds", type=int, default=2, help="of each turn (default: %(default)s)")
@@ -101,19 +101,20 @@ def main() -> int:
         parser.error(f"--profile {args.profile}: no such file; python -m profiler.sweep makes one")
     if args.quick:
         args.rounds, args.turns, args.tokens = 1, 1, 64
+    kinds = KINDS[:1] if args.new else KINDS
     machine, model = _bench.about(), MAKERS[WIDE]()
     rng = random.Random(46)
     lengths = [min(args.tokens, max(4, round(rng.lognormvariate(4.0, 0.9)))) for _ in range(args.responses)]
     flags = {way: list_flags(way, args) for way in dict.fromkeys([*args.ways, *(["auto"] * bool(args.profile))])}
     found: dict[str, list[dict[str, list[float]]]] = {way: [] for way in flags}
     for _ in range(args.turns):
-        for way, seconds in run(model, flags, args.kinds, args.dtype, lengths, args.rounds).items():
+        for way, seconds in run(model, flags, kinds, args.dtype, lengths, args.rounds).items():
             found[way].append(seconds)
         _bench.write(args.json, machine=machine, lengths=lengths, found=found)
-    table = Table("--pat-speculate", *(f"{kind}: seconds, times as fast" for kind in args.kinds))
+    table = Table("--pat-speculate", *(f"{kind}: seconds, times as fast" for kind in kinds))
     for way, turns in found.items():
         cells = []
-        for kind in args.kinds:
+        for kind in kinds:
             own = [second for turn in turns for second in turn[kind]]
             plain = [second for turn in found[args.ways[0]] for second in turn[kind]]
             gains = [before / after for before, after in zip(plain, own, strict=True)]
