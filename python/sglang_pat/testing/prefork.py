@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import json
+import logging
 import multiprocessing
 import os
 import runpy
@@ -232,7 +233,9 @@ def _import_all() -> None:
 
     shim.ensure()
     with mock.patch.object(processes, "warm_up_fork_server", lambda: None):  # each program forks its own fork server
+        logging.disable(logging.WARNING)  # models of SGLang that this machine cannot load, a line each
         import sglang_pat.preload  # noqa: F401
+    logging.disable(logging.NOTSET)
 
 
 def become(files: list[int], module: str, argv: list[str], env: dict[str, str]) -> None:
