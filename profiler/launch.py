@@ -33,7 +33,7 @@ def set_environment(quiet: bool) -> None:
     if quiet:
         os.environ.setdefault("PYTHONWARNINGS", "ignore")
         warnings.simplefilter("ignore")
-        logging.basicConfig(level=logging.ERROR, force=True)  # a fork has SGLang's, see testing/prefork.py
+        logging.basicConfig(level=logging.ERROR)
 
 
 def make_server_args(model: str, flags: list[str], policy: Sequence[str] = MANUAL) -> Any:
