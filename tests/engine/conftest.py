@@ -270,10 +270,15 @@ def servers(tmp_path_factory, prefork):
     pool.stop()
 
 
+def make_model(arch: str, name: str = "", **options: Any) -> Path:
+    """Folder of a random model, of two layers: nearly all that an engine test takes is its layers."""
+    return models.make_random(arch, MODELS / (name or arch), **{"layers": 2} | options)
+
+
 @pytest.fixture(scope="session")
 def llama() -> Path:
     """Two KV heads: one for each of two ranks, copied at tp 4.  503 tokens: padded at tp 2 and 4."""
-    return models.make_random("llama", MODELS / "llama-kv2", kv_heads=2)
+    return make_model("llama", "llama-kv2", kv_heads=2)
 
 
 @pytest.fixture(scope="session")
@@ -286,7 +291,7 @@ def stock(servers, llama) -> stock_answers.Stock:
 @pytest.fixture(scope="session")
 def flat() -> Path:
     """A model whose best token has a few percent, and no logprob is near 0, where it says nothing to 1e-5 of itself."""
-    return models.make_random("llama", MODELS / "llama-flat", kv_heads=2, logit_std=1.0)
+    return make_model("llama", "llama-flat", kv_heads=2, logit_std=1.0)
 
 
 @pytest.fixture(scope="session")

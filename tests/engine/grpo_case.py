@@ -101,7 +101,7 @@ def main(kind: str, folder: str) -> int:
         lend(Path(folder))
         return 0
     if kind == "task":
-        model = models.make_random("qwen3", Path(folder, "model"), kv_heads=2, tie=True)
+        model = models.make_random("qwen3", Path(folder, "model"), kv_heads=2, layers=2, tie=True)
         words = "--way all --steps 2 --prompts 4 --responses 4 --held-out 8 --rate 1e-3 --limit 20".split()
         words += ["--model", str(model), "--task", "chain_sum", "--verifier", "tests.engine.grpo_case:verify"]
         return command.main([*words, "--out", folder])

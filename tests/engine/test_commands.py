@@ -11,10 +11,9 @@ import aiohttp
 import pytest
 
 from sglang_pat.policies.prompts import LONG_PROMPT
-from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 
-from .conftest import MODELS, long
+from .conftest import long, make_model
 from .stock_answers import known
 from .streams import STEPS, Stream, body, endless, hold, idle, post, prompt, read, switch
 
@@ -250,7 +249,7 @@ async def test_prefix_is_reused_after_a_switch(server, session, stock, degrees):
 
 def test_samples_of_a_long_prompt_go_where_it_is(servers):
     """SGLang sends it once before them: else half of them would compute it anew, on the other replica."""
-    server = servers.adaptive(models.make_random("llama", MODELS / "llama-long", kv_heads=2, context=16384))
+    server = servers.adaptive(make_model("llama", "llama-long", kv_heads=2, context=16384))
     sampling = {"n": 4, "max_new_tokens": 8, "ignore_eos": True, "temperature": 0}
     ids = prompt(271, LONG_PROMPT + 1)
     answers = server.post("/generate", {"input_ids": ids, "sampling_params": sampling}).json()

@@ -19,7 +19,7 @@ from sglang_pat.predict import profile as profiles
 from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 
-from .conftest import MODELS, long
+from .conftest import MODELS, long, make_model
 from .features import PENALISED
 from .made_up import make_profile
 from .stock_answers import check_whole
@@ -139,7 +139,7 @@ def test_hidden_states_of_accepted_drafts(servers, llama):
 
 @pytest.mark.long
 def test_routed_experts_of_accepted_drafts(servers):
-    model = models.make_random("qwen3_moe", MODELS / "qwen3_moe")
+    model = make_model("qwen3_moe")
     server = servers.adaptive(model, 2, FLAG, *FLAGS, "--chunked-prefill-size", "64", "--disable-radix-cache")
     server.reconfigure(2)
     bodies = [ask(seed, 60) for seed in range(3)]

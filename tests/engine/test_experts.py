@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 from sglang_pat.testing.smollm2 import load_transformers
 
-from .conftest import MODELS, long
+from .conftest import long, make_model
 from .streams import body, tokens
 from .weight_updates import Trainer, check_success, flatten, read_degree, serialize, visit_layouts
 
@@ -26,7 +25,7 @@ BODIES = [body(300 + i, 24) for i in range(6)]
 
 def make_two(kind: str) -> list[Path]:
     """Models that differ in all weights."""
-    return [models.make_random(kind, MODELS / kind), models.make_random(kind, MODELS / f"{kind}-1", seed=1)]
+    return [make_model(kind), make_model(kind, f"{kind}-1", seed=1)]
 
 
 def load(folder: Path) -> Any:

@@ -16,10 +16,9 @@ import requests
 
 from sglang_pat.launch.processes import wait_until_ended
 from sglang_pat.rollout import client, http
-from sglang_pat.testing import models
 from sglang_pat.testing.server import Server, find_rank_processes
 
-from .conftest import MODELS, fault, long
+from .conftest import fault, long, make_model
 from .rollout_calls import admitter, prompts, schedule, wait_for_schedule
 from .rollout_calls import tokens as tokens_of
 from .streams import GREEDY, body, check_idle, hold, post, tokens
@@ -37,7 +36,7 @@ def shared_memory() -> set[str]:
 async def test_failure_before_commit_leaves_the_old_layout(servers, session, llama, marker, kind, state, rank):
     """The fault is in the second of three switches; every request completes, unchanged."""
     of_kind = marker(100) if kind == "reshard" else llama
-    model = models.make_random("mixtral", MODELS / "mixtral") if "mixtral" in kind else of_kind
+    model = make_model("mixtral") if "mixtral" in kind else of_kind
     flags = ("--pat-weights", "reshard") if "reshard" in kind else DRAFTS if kind == "drafts" else ()
     server = servers.adaptive(model, 2, *flags)
     expected = tokens(await server.generate_async(BODIES))

@@ -15,12 +15,11 @@ import pytest
 from safetensors.torch import load_file
 
 from sglang_pat.host.adapter import FOLDER
-from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 
 from . import called
 from .called import Function
-from .conftest import MODELS
+from .conftest import make_model
 from .streams import Body, ask, body, check_idle, endless, hold, post, stream_across, through
 from .weight_updates import Trainer, check_success, serialize
 
@@ -137,7 +136,7 @@ def use(server: Server, model: Path, folder: Path) -> None:
 def functions(servers, tmp_path_factory) -> Mapping[Function, set[str]]:
     """Who called each of our functions in an engine that has done all that it can (:func:`called.read`)."""
     folder = tmp_path_factory.mktemp("called")
-    model = models.make_random("qwen3_moe", MODELS / "qwen3_moe")
+    model = make_model("qwen3_moe")
     environment = {called.ENV: str(folder / "functions")}
     server = servers.adaptive(model, RANKS, *FLAGS, env=environment, module="tests.engine.called")
     servers.give_away(server)

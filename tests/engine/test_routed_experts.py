@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 
 from . import rollout_calls
-from .conftest import FORGETS_RETRACTIONS, MODELS, fault
+from .conftest import FORGETS_RETRACTIONS, fault, make_model
 from .streams import NEVER_ENDS, Body, body, check_idle, hold, stream_across, switch, through, tokens
 
 FLAG = "--enable-return-routed-experts"
@@ -23,7 +22,7 @@ FLAG = "--enable-return-routed-experts"
 
 @pytest.fixture(scope="session")
 def model() -> Path:
-    return models.make_random("qwen3_moe", MODELS / "qwen3_moe")
+    return make_model("qwen3_moe")
 
 
 @pytest.fixture(scope="session")

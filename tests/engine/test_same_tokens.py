@@ -17,7 +17,7 @@ import pytest
 from sglang_pat.testing import models
 
 from . import schedule_runs, schedules
-from .conftest import MODELS, tell
+from .conftest import MODELS, make_model, tell
 from .streams import check_idle, hold, tokens
 
 SOAK = int(os.environ.get("SGLANG_PAT_SOAK", 2000))
@@ -175,15 +175,15 @@ SETUPS = {
 MODEL_OPTIONS = {
     "llama-kv2": ("llama", {"kv_heads": 2}),
     "llama-flat": ("llama", {"kv_heads": 2, "logit_std": 1.0}),
-    "qwen3": ("qwen3", {"tie": True}),
+    "qwen3": ("qwen3", {"tie": True, "layers": 3}),
 }
 
 
-def make_model(name: str) -> Path:
+def make_named(name: str) -> Path:
     if name == "smollm2":
         return models.make_smollm2(MODELS / name)
     arch, options = MODEL_OPTIONS.get(name, (name, {}))
-    return models.make_random(arch, MODELS / name, **options)
+    return make_model(arch, name, **options)
 
 
 class Runner:
@@ -198,16 +198,16 @@ class Runner:
 
     def stock(self, model: str):
         # A token of the real model takes a hundred times the KV.
-        return self.servers.stock(make_model(model), max_total_tokens=16384 if model == "smollm2" else 65536)
+        return self.servers.stock(make_named(model), max_total_tokens=16384 if model == "smollm2" else 65536)
 
     def adaptive(self, name: str):
         setup = SETUPS[name]
         models.make_head(HEAD)
         options = {} if setup.max_total_tokens == 16384 else {"max_total_tokens": setup.max_total_tokens}
         if setup.as_on_cuda:
-            return self.servers.as_on_cuda(make_model(setup.model), setup.ranks, *setup.flags)
+            return self.servers.as_on_cuda(make_named(setup.model), setup.ranks, *setup.flags)
         return self.servers.adaptive(
-            make_model(setup.model), setup.ranks // setup.base, *setup.flags, tp=setup.base, env=setup.env, **options
+            make_named(setup.model), setup.ranks // setup.base, *setup.flags, tp=setup.base, env=setup.env, **options
         )
 
     def run(self, name: str, seed: int) -> None:
@@ -367,7 +367,7 @@ def test_replicas_merge_one_of_which_has_retracted(runner):
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.soak)])
 def test_low_precision(runner, dtype):
     """A token is stock's best, given those before it, as often with switches as without."""
-    name, model = "llama", make_model("llama-kv2")
+    name, model = "llama", make_named("llama-kv2")
     schedule = next(s for s in map(partial(SETUPS[name].schedule, dtype), range(100)) if len(s.switches) > 3)
     server = runner.servers.adaptive(model, 2, dtype=dtype)
     static = schedule_runs.run(server, replace(schedule, start_tp=1, switches=()))
