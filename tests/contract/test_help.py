@@ -37,6 +37,7 @@ def test_the_servers_help_has_our_flags_and_needs_nothing_of_sglang():
     assert whole.returncode == 0 and "--mem-fraction-static" in whole.stdout and "Warning" not in whole.stderr
 
 
+@pytest.mark.long
 def test_transformers_models_can_be_imported_in_the_environment_that_setup_makes():
     """torchvision's library for CUDA does not load on a CPU."""
     done = run("-W", "ignore", "-c", "from transformers import LlamaForCausalLM, AutoModelForCausalLM", PYTHONPATH="")

@@ -337,7 +337,7 @@ def checked_with(servers, llama, census_folders) -> Callable[[str], Server]:
     return server
 
 
-@pytest.fixture(params=SCHEDULERS)
+@pytest.fixture(params=[long("plain"), "overlap"])
 def checked(request, checked_with) -> Server:
     return checked_with(request.param)
 

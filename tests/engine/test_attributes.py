@@ -16,7 +16,7 @@ import pytest
 
 from sglang_pat.checks import attributes
 
-from .conftest import SCHEDULERS
+from .conftest import SCHEDULERS, long
 from .streams import body, through
 
 RANKS = 4
@@ -84,7 +84,7 @@ def visited(checked_with, census_folders) -> Callable[[str], list[Census]]:
     return censuses
 
 
-@pytest.fixture(params=SCHEDULERS)
+@pytest.fixture(params=[long("plain"), "overlap"])
 def visits(request, visited) -> list[Census]:
     return visited(request.param)
 
@@ -108,6 +108,7 @@ def test_every_attribute_is_classified(visits, stock):
     assert not unknown, f"attributes that attributes.txt does not know: {sorted(unknown)}"
 
 
+@pytest.mark.long
 def test_the_table_has_no_line_too_many(visited, stock):
     found = [census for kind in SCHEDULERS for census in visited(kind)]
     used = {attributes.find_line(path) for census in (*found, *stock.values()) for path in census.values}

@@ -15,6 +15,7 @@ import pytest
 from sglang_pat.host.adapter import FOLDER
 from sglang_pat.testing.server import Server
 
+from .conftest import long
 from .marker_models import make_marker_state_dict
 from .streams import hold
 from .weight_updates import A, B, C, Trainer, check_success, flatten, read_degree, serialize
@@ -109,7 +110,7 @@ def test_slime_with_partial_rollout(two):
     assert re.findall(r"step: (\d+) requests in .* in tp1, .* in tp2\), (\d+) switches,", log)[-1] == ("12", "4")
 
 
-FRAMEWORKS = ["slime", "NeMo-RL"] + ["NeMo-RL in sessions"] * (FOLDER != "v0_5_12")
+FRAMEWORKS = ["slime", *(["NeMo-RL"] if FOLDER == "v0_5_12" else [long("NeMo-RL"), "NeMo-RL in sessions"])]
 """NeMo-RL updates in sessions since its pull request 3612, with an SGLang that has them."""
 
 

@@ -34,7 +34,7 @@ ONE_BY_ONE = PENALISED | {"regex", "json_schema"}
 """Features with which a token changes how the next one is sampled: nothing is drafted."""
 
 
-@pytest.fixture(params=["plain", "as on CUDA"])
+@pytest.fixture(params=["plain", long("as on CUDA")])
 def server(request, servers, llama) -> Server:
     """Two ranks, with either of SGLang's event loops."""
     return servers.adaptive(llama, 2, *FLAGS) if request.param == "plain" else servers.as_on_cuda(llama, 2, *FLAGS)
@@ -227,7 +227,7 @@ async def test_an_update_in_the_middle_of_right_drafts(servers, marker, session)
     await asyncio.to_thread(check_idle, server)
 
 
-@pytest.mark.parametrize("kind", ["plain", "as on CUDA"])
+@pytest.mark.parametrize("kind", ["plain", long("as on CUDA")])
 async def test_a_trained_drafter(servers, marker, session, kind):
     """The next tokens are known without any having been seen, also at once after a switch."""
     head = models.make_head(MODELS / "head300", drafts=[300], layers=[0], inner=8)

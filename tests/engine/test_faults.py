@@ -31,7 +31,7 @@ def shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith(("sglang_pat", "torch_"))}
 
 
-@pytest.mark.parametrize("kind", ["resident", long("reshard"), "drafts", long("mixtral"), "mixtral reshard"])
+@pytest.mark.parametrize("kind", [long("resident"), long("reshard"), "drafts", long("mixtral"), "mixtral reshard"])
 @pytest.mark.parametrize(("state", "rank"), [long("PREPARE", 1), long("QUIESCE", 0), ("EXCHANGE", 1)])
 async def test_failure_before_commit_leaves_the_old_layout(servers, session, llama, marker, kind, state, rank):
     """The fault is in the second of three switches; every request completes, unchanged."""

@@ -33,7 +33,7 @@ OF_THE_RUN = {
 """What an answer says of its way through the engine."""
 
 
-@pytest.fixture(params=SCHEDULERS)
+@pytest.fixture(params=[long("plain"), "overlap"])
 def server(request, servers, llama) -> Server:
     """Prompts of a batch come in pieces."""
     flags = "--enable-return-hidden-states --enable-custom-logit-processor --chunked-prefill-size 64".split()

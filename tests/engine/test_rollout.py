@@ -17,11 +17,12 @@ from sglang_pat.rollout.rounds import WeightsChanged
 from sglang_pat.testing.server import Server
 from sglang_pat.testing.tokenizer import EOS_ID, STOP_ID
 
+from .conftest import long
 from .rollout_calls import STOPS, admitter, prompts, run_round, schedule, tokens, wait_for_schedule
 from .streams import GREEDY, check_idle, wait_for_status
 
 
-@pytest.fixture(params=["", "as on CUDA"])
+@pytest.fixture(params=[long(""), "as on CUDA"])
 def either(request, server, servers, llama) -> Server:
     """The server, and one as on CUDA."""
     return servers.as_on_cuda(llama) if request.param else server

@@ -14,7 +14,7 @@ import pytest
 from sglang_pat.testing.server import Server
 
 from . import rollout_calls
-from .conftest import FORGETS_RETRACTIONS, fault, make_model
+from .conftest import FORGETS_RETRACTIONS, fault, long, make_model
 from .streams import NEVER_ENDS, Body, body, check_idle, hold, stream_across, switch, through, tokens
 
 FLAG = "--enable-return-routed-experts"
@@ -119,7 +119,7 @@ def test_requests_that_wait_with_their_kv(server, stock):
     check_same(answers, stock(whole))
 
 
-@pytest.mark.parametrize("where", ["QUIESCE", "EXCHANGE"])
+@pytest.mark.parametrize("where", [long("QUIESCE"), "EXCHANGE"])
 async def test_a_switch_that_is_aborted(server, session, stock, where):
     bodies = [ask(i) for i in range(4)]
     work = await hold(server, session, bodies, step=10, tp=2)

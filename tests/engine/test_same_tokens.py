@@ -105,7 +105,7 @@ SETUPS = {
     ),
     # Ranks are lent, and those that are left switch among themselves.
     "lent": Setup(model="llama-kv2", ranks=2, count=4, lends=True),
-    "lent-4-ranks": Setup(model="llama-flat", ranks=4, count=5, lends=True, flags=CHUNKED),
+    "lent-4-ranks": Setup(model="llama-flat", ranks=4, long=True, count=5, lends=True, flags=CHUNKED),
     "lent-drafts": Setup(
         model="llama-kv2", ranks=2, long=True, count=2, lends=True, flags=("--pat-speculate", "4"), limits=REPEATED
     ),

@@ -149,7 +149,7 @@ async def test_ranks_agree_through_switches(adaptive, session, seed):
     assert adaptive.process.poll() is None
 
 
-@pytest.mark.parametrize("degrees", [long((1,)), (2,), (4, 1), long((4, 2))], ids=str)
+@pytest.mark.parametrize("degrees", [long((1,)), long((2,)), (4, 1), long((4, 2))], ids=str)
 async def test_replicas_draw_from_different_streams(adaptive, session, degrees):
     """Each group of a layout has one prompt, at the same time."""
     for tp in (1, *degrees):
