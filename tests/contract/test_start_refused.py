@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,12 +74,11 @@ OF_A_RANK = (
 )
 
 
-def test_a_refusal_of_a_rank_is_the_last_line_and_nothing_stays(gpt2):
-    """One line, though both ranks say it, and no socket; started as a user starts it, with all that SGLang logs."""
+def test_a_refusal_of_a_rank_is_the_last_line_and_nothing_stays(run_code, gpt2):
+    """One line, though both ranks say it, and no socket."""
     with tempfile.TemporaryDirectory(prefix="pat") as place:
         flags = ("--model-path", gpt2, "--port", find_free_port(), "--max-total-tokens", 512, "--skip-tokenizer-init")
-        command = [sys.executable, "-m", "sglang_pat.launch_server", *BASE, *map(str, flags)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | {"TMPDIR": place})
+        done = run_code(CODE, *BASE, *flags, env={"TMPDIR": place})
         assert check_refused(done, lines=100) == f"error: {OF_A_RANK}"
         assert not list(Path(place).glob(processes.FOLDER_PREFIX + "*"))
 

@@ -6,7 +6,7 @@ from .streams import body, through, tokens
 
 
 def test_switch_up_and_down(server):
-    bodies = [body(i, 200) for i in range(4)]
+    bodies = [body(i, 120) for i in range(4)]
     answers, records = through(server, bodies, {20: 2, 60: 1, 90: 2})
     assert tokens(answers) == tokens(server.generate(bodies))
     # The prompt, and one token more for each step.
