@@ -48,7 +48,7 @@ def ask(seed: int, count: int = 100, **fields: Any) -> Body:
 
 def read(experts: bytes, kind: type = np.int32) -> np.ndarray:
     """``[rows, layers, experts per token]``, in the order of their numbers."""
-    return np.sort(np.frombuffer(experts, kind).reshape(-1, 3, 2), axis=-1)
+    return np.sort(np.frombuffer(experts, kind).reshape(-1, 2, 2), axis=-1)
 
 
 def read_experts(answer: dict[str, Any]) -> np.ndarray:
@@ -60,7 +60,7 @@ def check_same(answers: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> N
     for answer, want in zip(answers, wanted, strict=True):
         got, known = read_experts(answer), read_experts(want)
         rows = want["meta_info"]["prompt_tokens"] + len(want["output_ids"]) - 1
-        assert got.shape == known.shape == (rows, 3, 2)
+        assert got.shape == known.shape == (rows, 2, 2)
         assert not (differ := np.flatnonzero((got != known).any(axis=(1, 2)))).size, differ
 
 

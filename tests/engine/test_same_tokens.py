@@ -202,7 +202,7 @@ class Runner:
 
     def adaptive(self, name: str):
         setup = SETUPS[name]
-        models.make_head(HEAD)
+        models.make_head(HEAD, layers=[0])
         options = {} if setup.max_total_tokens == 16384 else {"max_total_tokens": setup.max_total_tokens}
         if setup.as_on_cuda:
             return self.servers.as_on_cuda(make_named(setup.model), setup.ranks, *setup.flags)
