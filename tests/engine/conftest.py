@@ -164,7 +164,7 @@ class Servers:
             if len(self._alive) >= KEEP:
                 self._alive.popitem(last=False)[1].stop()
             self.make_room()
-            server = CountedServer(model, *flags, **({"prefork": self.prefork} | options))
+            server = CountedServer(model, *flags, **({"prefork": self.prefork, "folder": self._folder} | options))
         self._alive[key] = server
         return server
 

@@ -142,6 +142,7 @@ def functions(servers, tmp_path_factory) -> Mapping[Function, set[str]]:
     servers.give_away(server)
     with server:
         use(server, model, folder)
+    assert not server.log.exists()
     return called.read(folder / "functions")
 
 

@@ -288,8 +288,6 @@ def run_rounds(
             longest = max(longest, time.monotonic() - began)
             shown = ", ".join(f"{one.contender} {one.seconds:.1f} s" for one in rounds[-1])
             speaker.say(f"  round {number + 1}: {shown}")
-    for server in servers:
-        server.log.unlink(missing_ok=True)
     return rounds
 
 
@@ -309,7 +307,7 @@ def _start_contenders(
                 prefork=prefork,
                 wait=False,
             )
-            stack.callback(server.stop)
+            stack.enter_context(server)
             _call_with_server_log(server, server.wait_ready)
             servers.append(server)
     fixed, switching = servers

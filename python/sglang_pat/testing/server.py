@@ -121,7 +121,7 @@ class Server(Program):
 
     Attributes:
         url: base URL.
-        log: path of its log.
+        log: path of its log, in ``folder``.  It is removed at the end of a ``with`` block that raised nothing.
     """
 
     def __init__(
@@ -134,10 +134,10 @@ class Server(Program):
         wait: bool = True,
         prefork: Prefork | None = None,
         module: str = SERVER,
+        folder: Path | None = None,
     ) -> None:
         self.port = find_free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.log = Path(tempfile.mkstemp(prefix="sglang_pat_server_", suffix=".log")[1])
         stock = [] if "--adaptive-tp" in flags else STOCK_CPU_FLAGS
         argv = [
             "--model-path", str(model), "--port", str(self.port), "--dtype", dtype, "--random-seed", "1",
@@ -148,7 +148,10 @@ class Server(Program):
         environment = os.environ | ENVIRONMENT | (env or {})
         # In our session: Linux schedules sessions against each other, and one whose ranks compute without end keeps its
         # clients waiting for seconds.  In a process group of its own: an interrupt is for us.
-        with self.log.open("ab") as log:
+        with tempfile.NamedTemporaryFile(
+            "ab", prefix="sglang_pat_server_", suffix=".log", dir=folder, delete=False
+        ) as log:
+            self.log = Path(log.name)
             self.process = popen(prefork, module, argv, environment, stdout=log, stderr=log)
         self.started_seconds = 0.0
         if wait:
@@ -176,6 +179,11 @@ class Server(Program):
 
     def _describe_death(self, why: str) -> str:
         return f"server died ({why}); end of {self.log}:\n" + self.log_text()[-3000:]
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self.stop()
+        if kind is None:
+            self.log.unlink(missing_ok=True)
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
