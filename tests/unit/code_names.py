@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import gc
 import re
 from functools import cache
@@ -12,11 +13,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "sglang_pat"
 FOLDERS = ("python", "profiler", "studies", "bench", "examples", "tests")
 
+atexit.register(gc.unfreeze)  # else libraries that are imported meanwhile complain that they leak
+
 
 @cache
 def parse(path: Path) -> ast.Module:
     tree = ast.parse(path.read_text())
-    gc.freeze()  # it stays: a collection does not go through it
+    gc.freeze()  # a collection does not go through it
     return tree
 
 
