@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 from collections import Counter
@@ -62,6 +63,8 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish(session):
     """Groups are suffixes of test ids.  Where pytest and pytest-xdist do not know them, servers are started twice."""
     gc.freeze()  # what was imported stays
+    for logger in logging.Logger.manager.loggerDict.values():
+        logger.propagate = True  # or pytest gives each of torch's a handler of its own, six times a test
     grouped = getattr(session.config.option, "loadgroup", False)
     if grouped and session.items and "@" not in session.items[0].nodeid:
         raise pytest.UsageError(f"pytest {pytest.__version__} and pytest-xdist: tests of a group are not kept together")

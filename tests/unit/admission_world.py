@@ -228,12 +228,12 @@ class World:
         inside = [] if state.round is None else state.round.groups
         left = [] if state.round is None else [*state.round.taken, *state.round.filtered]
         assert state.drawn == state.returned + state.filtered + len(state.waiting) + len(inside)
-        places = [group.key for group in (*state.fresh, *state.waiting, *inside, *left)]
+        places = [(group.epoch, group.index) for group in (*state.fresh, *state.waiting, *inside, *left)]
         assert len(places) == len(set(places))
-        assert not set(places) & {*self.returned, *self.filtered}
+        assert not {*self.returned, *self.filtered}.intersection(places)
         assert len(places) + len(self.returned) + len(self.filtered) == state.fed
-        alive = {(sample.key, sample.number) for sample in self.running}
-        assert alive == {(g.key, s.number) for g in (*inside, *left) for s in g.samples if s.alive}
+        alive = {(epoch, index, number) for epoch, index, number, _ in self.running}
+        assert alive == {(g.epoch, g.index, s.number) for g in (*inside, *left) for s in g.samples if s.alive}
         assert all(group.deferrals <= self.bound for group in state.waiting)
         held = sum(group.tokens for group in (*state.waiting, *inside, *left))
         thrown = state.thrown + (state.round.thrown if state.round else 0)
@@ -257,12 +257,13 @@ class Clock:
 
     def round(self) -> Summary:
         """One round; aborts are confirmed and verdicts given at once."""
-        world, now, began = self.world, 0, {}
+        world, now, began, ends = self.world, 0, {}, {}
         number = len(world.rounds)
         world.begin()
         while len(world.rounds) == number:
-            for sample in world.running:
-                began.setdefault(sample, now)
+            for sample, had in world.running.items():
+                if sample not in began:
+                    began[sample], ends[sample] = now, now + world.of(sample) - had
             if world.judging:
                 key = world.judging[0]
                 world.judge(key, self.useful(key))
@@ -272,10 +273,8 @@ class Clock:
                 sample = world.stopping[0]
                 world.stop(sample, now - began[sample])
             else:
-                ends = [
-                    (began[s] + world.of(s) - had, order, s) for order, (s, had) in enumerate(world.running.items())
-                ]
-                now, _, sample = min(ends)
+                sample = min(world.running, key=ends.__getitem__)
+                now = ends[sample]
                 world.finish(sample)
         return world.rounds[-1]
 

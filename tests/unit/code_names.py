@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import atexit
+import gc
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -12,10 +13,20 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "sglang_pat"
 FOLDERS = ("python", "profiler", "studies", "bench", "examples", "tests")
 
+atexit.register(gc.unfreeze)  # else libraries that are imported meanwhile complain that they leak
+
 
 @cache
 def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    tree = ast.parse(path.read_text())
+    gc.freeze()  # a collection does not go through it
+    return tree
+
+
+@cache
+def walk(path: Path) -> list[ast.AST]:
+    """All nodes of a file, in the order of ``ast.walk``."""
+    return list(ast.walk(parse(path)))
 
 
 def list_files(*folders: Path) -> list[Path]:
@@ -24,38 +35,22 @@ def list_files(*folders: Path) -> list[Path]:
     return [path for path in found if "build" not in path.relative_to(ROOT).parts]
 
 
-def make_module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    parts = parts[1:] if parts[0] == "python" else parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def _list_bound(name: str, node: ast.AST) -> Iterator[str]:
-    """Dotted names that are bound below a module or a class: in its functions, the attributes that they set."""
-    for part in ast.iter_child_nodes(node):
-        bound = getattr(part, "name", None)
-        if isinstance(part, ast.ClassDef):
-            yield from (f"{name}.{bound}", *_list_bound(f"{name}.{bound}", part))
-            continue
-        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield f"{name}.{bound}"
-        elif isinstance(part, ast.Name | ast.Attribute) and isinstance(part.ctx, ast.Store):
-            yield f"{name}.{part.id if isinstance(part, ast.Name) else part.attr}"
-        yield from _list_bound(name, part)
-
-
 @cache
-def list_objects() -> frozenset[str]:
-    """Dotted names of all that the repository defines, and what the contract has of SGLang."""
-    found = set(list_names_of_sglang())
-    for path in list_files():
-        found |= {name := make_module_name(path), *_list_bound(name, parse(path))}
+def list_bound(path: Path) -> frozenset[str]:
+    """Names that a file binds, and its own: classes, functions, variables, attributes that are set."""
+    found = {path.parent.name if path.name == "__init__.py" else path.stem}
+    for node in walk(path):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
     return frozenset(found)
 
 
 @cache
-def list_last_parts() -> frozenset[str]:
-    return frozenset(name.rpartition(".")[2] for name in list_objects())
+def list_all_bound() -> frozenset[str]:
+    """Names that the repository binds, and what the contract has of SGLang."""
+    return list_names_of_sglang().union(*map(list_bound, list_files()))
 
 
 @cache
@@ -68,4 +63,4 @@ def list_names_of_sglang() -> frozenset[str]:
 
 def resolves(target: str) -> bool:
     """Whether each part of a name in a Sphinx role is defined somewhere."""
-    return all(part in list_last_parts() for part in target.lstrip("~.").split("."))
+    return all(part in list_all_bound() for part in target.lstrip("~.").split("."))

@@ -54,9 +54,16 @@ def snapshot(
     )
 
 
+_machines: dict[str, tuple[Predictor, SwitchCosts]] = {}
+
+
 def machine(found: Profile) -> tuple[Predictor, SwitchCosts]:
-    predictor = Predictor(found)
-    return predictor, SwitchCosts(found, predictor)
+    """What predicts from a profile; made once for equal ones, for nothing changes it."""
+    key = repr(found)
+    if key not in _machines:
+        predictor = Predictor(found)
+        _machines[key] = predictor, SwitchCosts(found, predictor)
+    return _machines[key]
 
 
 def crossing(control=0.05, kv=1e-7, **parts) -> Profile:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from . import code_names
-from .code_names import ROOT, list_files, parse
+from .code_names import ROOT, list_files, parse, walk
 
 pytestmark = [pytest.mark.unit, pytest.mark.xdist_group(code_names.__name__)]
 
@@ -111,7 +111,7 @@ def test_patterns_that_end_a_text_let_no_line_end_through():
     """``$`` matches before a last line end, too: ``\\Z``, or ``fullmatch``."""
     found, loose = 0, []
     for path in modules().values():
-        for call in (node for node in ast.walk(parse(path)) if isinstance(node, ast.Call)):
+        for call in (node for node in walk(path) if isinstance(node, ast.Call)):
             name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
             first = call.args[:1] if name in ("compile", "match", "search", "fullmatch") else []
             patterns = first + [named.value for named in call.keywords if named.arg == "pattern"]
@@ -129,7 +129,7 @@ def test_files_are_written_by_one_function():
         ours = path.relative_to(ROOT).parts
         if ours[0] not in ("python", "profiler") or "testing" in ours or path.name == "files.py":
             continue
-        for node in ast.walk(parse(path)):
+        for node in walk(path):
             # Strings and dataclasses have a ``replace``, too.
             if isinstance(node, ast.Attribute) and node.attr in ways:
                 if node.attr != "replace" or (isinstance(node.value, ast.Name) and node.value.id == "os"):
@@ -192,7 +192,7 @@ def test_a_class_has_a_name_of_its_own():
     places: dict[str, set[str]] = {}
     for name, path in modules().items():
         if not name.startswith("studies"):
-            for node in ast.walk(parse(path)):
+            for node in walk(path):
                 if isinstance(node, ast.ClassDef):
                     places.setdefault(node.name, set()).add(re.sub(r"\.v0_\d+_\d+\.", ".", name))
     assert not {name: where for name, where in places.items() if len(where) > 1}

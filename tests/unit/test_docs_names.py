@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from . import code_names
-from .code_names import PACKAGE, ROOT, list_files, list_names_of_sglang, list_objects, parse, resolves
+from .code_names import PACKAGE, ROOT, list_bound, list_files, list_names_of_sglang, resolves, walk
 
 pytestmark = [pytest.mark.unit, pytest.mark.xdist_group(code_names.__name__)]
 
@@ -36,17 +36,15 @@ def list_constants() -> frozenset[str]:
     return frozenset(
         node.value
         for path in list_files() if path.is_relative_to(PACKAGE.parent)
-        for node in ast.walk(parse(path))
+        for node in walk(path)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )  # fmt: skip
 
 
 @cache
-def list_last_names() -> frozenset[str]:
-    """The last part of each name that the packages define, and of SGLang's in the contract."""
-    packages = ("sglang_pat", "reward_sandbox", "stream_layers", "profiler")
-    ours = (name for name in list_objects() if name.startswith(packages))
-    return frozenset(name.rpartition(".")[2] for name in ours) | list_names_of_sglang()
+def list_names_of_packages() -> frozenset[str]:
+    """Names that the packages bind, and what the contract has of SGLang."""
+    return list_names_of_sglang().union(*map(list_bound, list_files(ROOT / "python", ROOT / "profiler")))
 
 
 def is_path(text: str) -> bool:
@@ -72,10 +70,10 @@ def is_there(text: str) -> bool:
     if not re.fullmatch(r"[A-Za-z_][\w.]*…?", name):
         return True  # arithmetic, an assignment: no name
     if name.endswith("…"):
-        return any(each.startswith(name[:-1]) for each in list_last_names())
+        return any(each.startswith(name[:-1]) for each in list_names_of_packages())
     if "." in name:
         return resolves(name)
-    return name in list_last_names() | list_constants() or name in (ROOT / "pyproject.toml").read_text()
+    return name in list_names_of_packages() | list_constants() or name in (ROOT / "pyproject.toml").read_text()
 
 
 def list_code(text: str) -> list[str]:
@@ -100,7 +98,7 @@ def list_items() -> list[tuple[list[str], str]]:
 def list_names(path: Path) -> set[str]:
     """All names that a file defines or uses, in code."""
     names = set[str]()
-    for node in ast.walk(parse(path)):
+    for node in walk(path):
         for attribute in ("id", "attr", "name", "arg", "asname"):
             name = getattr(node, attribute, None)
             names.update(name.split(".") if isinstance(name, str) else ())

@@ -17,7 +17,7 @@ from sglang_pat.host import adapter
 from sglang_pat.host.assign import assign, assign_many
 
 from . import code_names
-from .code_names import PACKAGE, parse
+from .code_names import PACKAGE, parse, walk
 
 pytestmark = [pytest.mark.unit, pytest.mark.xdist_group(code_names.__name__)]
 
@@ -31,7 +31,7 @@ CLEAN = ("switch", "rank", "checks")
 def imports_sglang(path: Path) -> bool:
     """Whether a file imports SGLang, be it for types or inside functions."""
     names = []
-    for node in ast.walk(parse(path)):
+    for node in walk(path):
         names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
     return any(name.partition(".")[0] == "sglang" for name in names)
@@ -71,7 +71,7 @@ OF_OTHERS = {name for kind in (dict, str, list) for name in dir(kind)} | {
 def list_members(path: Path) -> set[str]:
     """Attributes, methods and fields of the classes in a file."""
     found: set[str] = set()
-    for owner in (node for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef)):
+    for owner in (node for node in walk(path) if isinstance(node, ast.ClassDef)):
         for node in ast.walk(owner):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 found.add(node.attr)
@@ -163,8 +163,8 @@ def test_attributes_are_written_by_assign():
     """Attributes that begin with ``pat_`` are ours; what ``+=`` writes it has read."""
     host, found = PACKAGE / "host", set()
     for path in host.rglob("*.py"):
-        added = {node.target for node in ast.walk(parse(path)) if isinstance(node, ast.AugAssign)}
-        for node in (node for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)):
+        added = {node.target for node in walk(path) if isinstance(node, ast.AugAssign)}
+        for node in (node for node in walk(path) if isinstance(node, ast.Attribute)):
             own = isinstance(node.value, ast.Name) and node.value.id == "self"
             if isinstance(node.ctx, ast.Store) and not own and node not in added and not node.attr.startswith("pat_"):
                 found.add((str(path.relative_to(host)), node.attr))

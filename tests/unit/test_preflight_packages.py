@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from importlib import metadata
 
-import fastapi
 import pytest
 
 from reward_sandbox import sandbox
@@ -24,6 +23,8 @@ def test_a_package_that_is_not_there(monkeypatch):
 
 def test_a_fastapi_whose_routes_have_no_path(monkeypatch):
     """FastAPI 0.165: a router that was included is a route of its own."""
+    import fastapi
+
     assert preflight._check_web() == (True, "FastAPI", metadata.version("fastapi"))
     monkeypatch.setattr(fastapi.FastAPI, "routes", [object()])
     assert "SGLang answers /v1/loads with 500" in preflight._check_web()[2]

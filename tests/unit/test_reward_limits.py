@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -109,9 +109,9 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(truth):
     """400 jobs with 5,000 cuts each, 2% of them run again; Wilson's interval is a bit generous near 0."""
     held, jobs, cuts = 0, 400, 5000
     for job in range(jobs):
-        draw = random.Random(job)
+        draw = np.random.default_rng(job)
         limits = TimeLimits(LimitRules(rerun_share=1.0))
-        reruns = sum(draw.random() < 0.02 for _ in range(cuts))
+        reruns = draw.binomial(cuts, 0.02)
         limits.record([run("a", "right" if draw.random() < truth else "wrong", rerun=True) for _ in range(reruns)])
         found = limits.estimate_wrong_cuts(cuts)
         held += found.low <= truth * cuts <= found.high

@@ -99,19 +99,18 @@ def test_every_shard_and_every_move(ranks, spec, blocks):
     for old in layouts:
         for new in layouts:
             up = new.tp % old.tp == 0
-            for rank in range(ranks):
-                wanted = spec.list_intervals(new.tp, new.tp_rank(rank))
-                expected = shards[new.tp, new.tp_rank(rank)]
+            # Raising the degree needs nothing but the rank's own shard; else its old group has it all.
+            for own, mine in {(old.tp_rank(rank) if up else None, new.tp_rank(rank)) for rank in range(ranks)}:
+                wanted = spec.list_intervals(new.tp, mine)
+                expected = shards[new.tp, mine]
                 target = np.zeros_like(expected)
-                # Raising the degree needs nothing but the rank's own shard; else its old group has it all.
-                sources = [old.tp_rank(rank)] if up else range(old.tp)
-                for source in sources:
+                for source in range(old.tp) if own is None else [own]:
                     held = spec.list_intervals(old.tp, source)
                     pieces = list_copies(held, wanted)
                     apply(pieces, shards[old.tp, source], target, spec.dim)
                     covered = sum(piece.length for piece in pieces)
                     assert covered == expected.shape[spec.dim] if up else covered <= expected.shape[spec.dim]
-                assert (target == expected).all(), (old, new, rank)
+                assert (target == expected).all(), (old, new, mine)
 
 
 @pytest.mark.parametrize(

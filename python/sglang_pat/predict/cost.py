@@ -217,7 +217,9 @@ def fit_robust_nnls(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         coefficients, _ = nnls(features / scale * root[:, None], seconds * root)
         residuals = np.abs(seconds - features / scale @ coefficients)
         usual = max(float(np.median(residuals)), 1e-9 * float(np.abs(seconds).max()), 1e-300)
-        weights = np.minimum(1.0, usual / np.maximum(residuals, usual))
+        before, weights = weights, np.minimum(1.0, usual / np.maximum(residuals, usual))
+        if np.array_equal(weights, before):
+            break  # the next round would find the same
     return coefficients / scale
 
 
