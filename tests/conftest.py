@@ -70,6 +70,10 @@ def pytest_collection_finish(session):
         raise pytest.UsageError(f"pytest {pytest.__version__} and pytest-xdist: tests of a group are not kept together")
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # or Triton's bindings say that they leak
+
+
 def pytest_runtest_logreport(report):
     """What a test says travels in its report, so that workers need nothing else."""
     name = report.nodeid.partition("::")[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import atexit
 import gc
 import re
 from functools import cache
@@ -12,8 +11,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "sglang_pat"
 FOLDERS = ("python", "profiler", "studies", "bench", "examples", "tests")
-
-atexit.register(gc.unfreeze)  # else libraries that are imported meanwhile complain that they leak
 
 
 @cache
