@@ -24,13 +24,13 @@ def check(scheduler: SwitchingScheduler) -> None:
     _, tp = groups.get_place(scheduler)
     if os.environ.get(CHECK_AGREEMENT_ENV) != "1" or tp == 1:
         return
-    mine = _read_agreed_values(scheduler)
+    values = _read_agreed_values(scheduler)
     held: list[dict[str, Any]] = [{} for _ in range(tp)]
-    dist.all_gather_object(held, mine, group=groups.get_control_group(scheduler))
-    for name, value in mine.items():
+    dist.all_gather_object(held, values, group=groups.get_control_group(scheduler))
+    for name, value in values.items():
         if any(other.get(name) != value for other in held):
-            given = ", ".join(str(other.get(name)) for other in held)
-            raise RuntimeError(f"ranks of a TP group do not agree on {name}: {given}")
+            listing = ", ".join(str(other.get(name)) for other in held)
+            raise RuntimeError(f"ranks of a TP group do not agree on {name}: {listing}")
 
 
 def _read_agreed_values(scheduler: SwitchingScheduler) -> dict[str, Any]:

@@ -25,6 +25,6 @@ def record(scheduler: Any, rank: int, epoch: int) -> None:
         return
     values, identities = take_census(scheduler)
     tp_rank, tp = get_place(scheduler)
-    about = dict(rank=rank, epoch=epoch, tp=tp, tp_rank=tp_rank)
+    header = dict(rank=rank, epoch=epoch, tp=tp, tp_rank=tp_rank)
     path = Path(folder) / f"census-{rank}-{epoch}.json"
-    files.write(json.dumps(about | dict(values=values, identities=identities)).encode(), path)
+    files.write(json.dumps(header | dict(values=values, identities=identities)).encode(), path)

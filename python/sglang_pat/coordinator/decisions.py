@@ -154,13 +154,13 @@ class Decisions:
 
     def record_decode_steps(self, report: m.LoadReport, layout: ParallelLayout, now: float) -> None:
         """Learn from steps of ``layout``, which is in force, that a leader reports."""
-        made = report.decoded
-        if self.factors is None or self._predictor is None or not made.steps:
+        counts = report.decoded
+        if self.factors is None or self._predictor is None or not counts.steps:
             return
         others = sum(self._leaders[rank].decoding for rank in layout.leaders if rank != report.rank)
-        batch, tokens = made.requests / made.steps, made.tokens / made.steps
-        predicted = made.steps * self._predictor.step_seconds(report.tp, batch, tokens, 1 + others)
-        steps = Steps(made.steps, made.requests, made.tokens, made.seconds, predicted)
+        batch, tokens = counts.requests / counts.steps, counts.tokens / counts.steps
+        predicted = counts.steps * self._predictor.step_seconds(report.tp, batch, tokens, 1 + others)
+        steps = Steps(counts.steps, counts.requests, counts.tokens, counts.seconds, predicted)
         if self.calibrating:
             before = self._turns[-1].get(report.tp, (0,) * len(steps))
             self._turns[-1][report.tp] = Steps(*map(sum, zip(before, steps, strict=True)))

@@ -84,8 +84,8 @@ class Sockets:
 
     def log_response(self, response: messages.Finished) -> None:
         if self._log:
-            about = dict(length=response.length, family=response.family, since=response.since)
-            self._log.write("length", finished=not response.cut, **about)
+            fields = dict(length=response.length, family=response.family, since=response.since)
+            self._log.write("length", finished=not response.cut, **fields)
 
     def record_switch(self, record: messages.SwitchRecord) -> None:
         what = "aborted" if record.error else "done"
@@ -195,11 +195,11 @@ def classify(obj: Any) -> list[Generation | Control]:
         return []
     controls.clear_sender(obj)
     reply, options = controls.CONTROLS.get(type(obj), (None, {}))
-    about = dict(
+    answers = dict(
         reply=reply.__name__ if reply else None,
         refusal=lambda reason: controls.make_error_reply(obj, RuntimeError(reason)),
     )
-    return [Control(obj=obj, **about, **options, **controls.find_effects(obj))]
+    return [Control(obj=obj, **answers, **options, **controls.find_effects(obj))]
 
 
 def _parse_generation(obj: Any) -> Generation:
@@ -211,8 +211,8 @@ def _parse_generation(obj: Any) -> Generation:
     prompt = tokens - generated
     # The same number as in load reports (``rank.load_reports``).
     family = zlib.crc32(array("I", obj.input_ids[:prompt])) if prompt >= LONG_PROMPT else None
-    known = {} if limit is None else {"limit": limit}
-    return Generation(obj=obj, tokens=tokens, generated=generated, family=family, counts=counts, round=name, **known)
+    bounds = {} if limit is None else {"limit": limit}
+    return Generation(obj=obj, tokens=tokens, generated=generated, family=family, counts=counts, round=name, **bounds)
 
 
 def load_policies(
@@ -258,8 +258,8 @@ def run_coordinator(
         sockets = Sockets(port_args, leader_addresses, channel_address, metrics, log)
         coordinator = Coordinator(config, sockets, *load_policies(config, profile))
         if log:
-            about = dict(switch_at=config.switch_at, profile=config.profile, max_running=config.max_running)
-            log.write("start", policy=config.policy, **about)
+            settings = dict(switch_at=config.switch_at, profile=config.profile, max_running=config.max_running)
+            log.write("start", policy=config.policy, **settings)
         pipe_writer.send({"status": "ready"})
         pipe_writer.close()
         serve(coordinator, sockets, Dropped(server_args.enable_metrics))

@@ -164,8 +164,8 @@ class RoundTracker:
         if self.came and now - self.last >= SETTLE_SECONDS:
             return NO_LOAD
         if self._sized:
-            there = not self._ended and self.missing
-            return _make_announced_load(self.open.values(), self._prompt_tokens) if there else NO_LOAD
+            missing = not self._ended and self.missing
+            return _make_announced_load(self.open.values(), self._prompt_tokens) if missing else NO_LOAD
         return NO_LOAD if self.came >= self.expected else self._last_round
 
     def record_load(self, load: Load) -> None:

@@ -41,16 +41,16 @@ class Siblings:
         while self._bytes > MOST_BYTES:
             dropped = self._texts.pop(next(iter(self._texts)))
             self._bytes -= sum(map(_count_bytes, dropped.values()))
-            for known in self._known.values():
-                known.difference_update(dropped)
+            for names in self._known.values():
+                names.difference_update(dropped)
 
     def tell(self, report: m.LoadReport) -> None:
         """Send a leader what it does not know of the prompts that its requests have."""
-        known = self._known.setdefault(report.rank, set())
+        names = self._known.setdefault(report.rank, set())
         families = {request.family for request in report.requests} & self._texts.keys()
-        new = [text for family in sorted(families) for name, text in self._texts[family].items() if name not in known]
+        new = [text for family in sorted(families) for name, text in self._texts[family].items() if name not in names]
         if new:
-            known.update(text.name for text in new)
+            names.update(text.name for text in new)
             self._outbox.send_to_leader(report.rank, m.SiblingTexts(texts=new))
 
     def forget_known(self) -> None:

@@ -136,8 +136,8 @@ class Switching:
     @property
     def holds_requests(self) -> bool:
         """Whether what comes in has to wait: decoding may have stopped, or the switch is to come ahead of it."""
-        wanted = self.under_way.wanted if self.under_way else self.wanted
-        return self._commanded or (wanted is not None and wanted.ahead)
+        switch = self.under_way.wanted if self.under_way else self.wanted
+        return self._commanded or (switch is not None and switch.ahead)
 
     @property
     def _commanded(self) -> bool:
@@ -280,16 +280,16 @@ class Switching:
         if self._schedule.active:
             self._follow_schedule(traffic)
         if self.under_way is None and self.wanted is not None:
-            wanted, self.wanted = self.wanted, None
-            if wanted.target != self.layout:
-                self._prepare(wanted, now)
+            switch, self.wanted = self.wanted, None
+            if switch.target != self.layout:
+                self._prepare(switch, now)
         elif self._prepared and not traffic.controls:  # the last reply of a control request brings us back here
             self._command()
 
-    def _prepare(self, wanted: WantedSwitch, now: float) -> None:
+    def _prepare(self, switch: WantedSwitch, now: float) -> None:
         self._epoch += 1
-        target = self._choose_step(wanted.target)
-        self.under_way = ActiveSwitch(wanted, self.layout, target, self._epoch, now)
+        target = self._choose_step(switch.target)
+        self.under_way = ActiveSwitch(switch, self.layout, target, self._epoch, now)
         self._send(self._make_command(m.Prepare))
 
     def _choose_step(self, goal: ParallelLayout) -> ParallelLayout:
@@ -368,8 +368,8 @@ class Switching:
                 dests = list_destinations(switch.source, switch.target, other)
                 if other != rank and switch.target.group_of(rank) in dests:
                     counts.update({(grammar.kind, grammar.text): grammar.count for grammar in grammars})
-            wanted = [m.Grammar(kind=kind, text=text, count=count) for (kind, text), count in counts.items()]
-            self._outbox.send_to_leader(rank, m.Compile(epoch=switch.epoch, grammars=wanted))
+            jobs = [m.Grammar(kind=kind, text=text, count=count) for (kind, text), count in counts.items()]
+            self._outbox.send_to_leader(rank, m.Compile(epoch=switch.epoch, grammars=jobs))
 
     def _all_switched(self, now: float) -> str:
         switch, replies = self._switch, list(self._switch.reports.values())
@@ -441,12 +441,12 @@ class Switching:
         if self._lending is None:
             return
         query_id, record, ranks = self._lending
-        given = [message for rank in ranks if (message := self._given.get(rank)) and message.epoch == record.epoch]
-        if len(given) < len(ranks):
+        messages = [message for rank in ranks if (message := self._given.get(rank)) and message.epoch == record.epoch]
+        if len(messages) < len(ranks):
             return
         self._lending = None
-        error = "; ".join(message.error for message in given if message.error)
-        answer = msgspec.to_builtins(record) | {"released_bytes": sum(message.bytes for message in given)}
+        error = "; ".join(message.error for message in messages if message.error)
+        answer = msgspec.to_builtins(record) | {"released_bytes": sum(message.bytes for message in messages)}
         self._reply(query_id, 500 if error else 200, error and f"ranks are lent, but {error}", answer)
 
     def _enter_layout(self, switch: ActiveSwitch) -> None:

@@ -392,8 +392,8 @@ def _find_unsupported_reason(model: ModelConfig, config: Any) -> str | None:
 
 def refuse_graphs(args: AdaptiveServerArgs) -> None:
     """Raise ``ValueError`` where decode graphs cannot be; to be called once SGLang has decided on them."""
-    if (given := adapter.arguments.find_refused_graphs(args)) is not None:
-        raise ValueError(f"--adaptive-tp does not support {given}: its graphs are pieces that know one layout")
+    if (option := adapter.arguments.find_refused_graphs(args)) is not None:
+        raise ValueError(f"--adaptive-tp does not support {option}: its graphs are pieces that know one layout")
     on_cpu = adapter.arguments.get_fields(args)["device"] == "cpu"
     if args.pat_weights == "reshard" and not on_cpu and adapter.arguments.has_decode_graphs(args):
         raise ValueError(

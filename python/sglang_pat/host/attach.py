@@ -63,8 +63,8 @@ def _choose_by_arguments(stock: Callable, ours: Callable) -> Callable:
     """A function that calls ``ours`` with an adaptive engine's arguments, and ``stock`` with all others."""
 
     def swap(one: Any) -> Any:
-        found = adapter.engine.find_adaptive(one)
-        return one if found is None else found
+        arguments = adapter.engine.find_adaptive(one)
+        return one if arguments is None else arguments
 
     @functools.wraps(stock, updated=())
     def call(*args: Any, **named: Any) -> Any:

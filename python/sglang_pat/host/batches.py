@@ -53,11 +53,11 @@ def fill_rows(batch: ScheduleBatch, lengths: list[int], tokens: list[int]) -> to
         multimodal_inputs=[None] * len(reqs),
     )
     if batch.return_logprob:
-        asked = [adapter.rank.get_logprobs(req) for req in reqs]
+        records = [adapter.rank.get_logprobs(req) for req in reqs]
         assign(
             batch,
-            top_logprobs_nums=[logprobs.top_logprobs_num for logprobs in asked],
-            token_ids_logprobs=[logprobs.token_ids_logprob for logprobs in asked],
+            top_logprobs_nums=[logprobs.top_logprobs_num for logprobs in records],
+            token_ids_logprobs=[logprobs.token_ids_logprob for logprobs in records],
         )
     return last
 

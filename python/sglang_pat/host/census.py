@@ -41,48 +41,48 @@ def take_census(scheduler: Any) -> tuple[dict[str, str], dict[str, int]]:
     modules = {"parallel_state": parallel_state, "dp_attention": dp_attention}
     queue = deque((name, root, 0) for name, root in roots.items())
     seen.update((id(root), name) for name, root in roots.items())
-    for module, found in modules.items():
+    for module, namespace in modules.items():
         # What starts with one underscore and is written in capitals is the state of these modules.
-        state = {n: v for n, v in vars(found).items() if n.startswith("_") and n.isupper()}
+        state = {n: v for n, v in vars(namespace).items() if n.startswith("_") and n.isupper()}
         queue.extend((f"{module}.{name}", value, 1) for name, value in sorted(state.items()))
     while queue:
-        path, found, depth = queue.popleft()
-        if _is_sglang_object(found) or isinstance(found, torch.nn.Module):
-            if seen.setdefault(id(found), path) != path:
-                values[path] = f"-> {seen[id(found)]}"
+        path, node, depth = queue.popleft()
+        if _is_sglang_object(node) or isinstance(node, torch.nn.Module):
+            if seen.setdefault(id(node), path) != path:
+                values[path] = f"-> {seen[id(node)]}"
                 continue
-            identities[path] = id(found)
-        values[path] = describe(found)
+            identities[path] = id(node)
+        values[path] = describe(node)
         if depth < DEEPEST:
-            queue.extend((path + step, value, depth + 1) for step, value in _iterate_children(found))
+            queue.extend((path + step, value, depth + 1) for step, value in _iterate_children(node))
     return values, identities
 
 
-def _is_sglang_object(found: Any) -> bool:
+def _is_sglang_object(node: Any) -> bool:
     """Whether an object's class is SGLang's or derived from one; our own objects and groups are none."""
-    if isinstance(found, (type, types.ModuleType, GroupCoordinator, enum.Enum)) or callable(found):
+    if isinstance(node, (type, types.ModuleType, GroupCoordinator, enum.Enum)) or callable(node):
         return False
-    return any(kind.__module__.partition(".")[0] == "sglang" for kind in type(found).__mro__)
+    return any(kind.__module__.partition(".")[0] == "sglang" for kind in type(node).__mro__)
 
 
-def _iterate_children(found: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(found, torch.nn.Module):
-        own = {name: value for name, value in vars(found).items() if not name.startswith("_")}
-        for name, value in sorted({**own, **found._parameters, **found._buffers, **found._modules}.items()):
+def _iterate_children(node: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, torch.nn.Module):
+        own = {name: value for name, value in vars(node).items() if not name.startswith("_")}
+        for name, value in sorted({**own, **node._parameters, **node._buffers, **node._modules}.items()):
             if not name.isdigit() or name == "0":
                 yield (".[]" if name == "0" else f".{name}"), value
-    elif _is_sglang_object(found):
-        names = set(getattr(found, "__dict__", ()))
-        slots = {name for kind in type(found).__mro__ for name in getattr(kind, "__slots__", ())}
-        names |= {name for name in slots if hasattr(found, name)}
+    elif _is_sglang_object(node):
+        names = set(getattr(node, "__dict__", ()))
+        slots = {name for kind in type(node).__mro__ for name in getattr(kind, "__slots__", ())}
+        names |= {name for name in slots if hasattr(node, name)}
         for name in sorted(names):
-            yield f".{name}", getattr(found, name)
-    elif isinstance(found, dict):
-        for value in list(found.values())[:1]:
+            yield f".{name}", getattr(node, name)
+    elif isinstance(node, dict):
+        for value in list(node.values())[:1]:
             if not isinstance(value, _PLAIN):
                 yield "[]", value
-    elif isinstance(found, (list, tuple, deque)) and len(found) and not isinstance(found[0], _PLAIN):
-        yield "[]", found[0]
+    elif isinstance(node, (list, tuple, deque)) and len(node) and not isinstance(node[0], _PLAIN):
+        yield "[]", node[0]
 
 
 def read_paths(scheduler: Any, paths: Iterable[str]) -> dict[str, str]:
@@ -91,17 +91,17 @@ def read_paths(scheduler: Any, paths: Iterable[str]) -> dict[str, str]:
     return {path: describe(find(roots, path)) for path in paths}
 
 
-def describe(found: Any) -> str:
+def describe(value: Any) -> str:
     """One line for a value: a tensor's shape, a container's length, a group's size and rank, or the plain value."""
-    if isinstance(found, _PLAIN):
-        return f"{type(found).__name__} {found}" if not isinstance(found, (type(None), str)) else repr(found)
-    if isinstance(found, torch.Tensor):
-        return f"tensor {found.dtype} {list(found.shape)}"
-    if isinstance(found, GroupCoordinator):
-        return f"group of {found.world_size}, rank {found.rank_in_group}"
-    if isinstance(found, dist.ProcessGroup):
-        return f"group of {found.size()}, rank {found.rank()}"
-    if isinstance(found, (*_MANY, dict)):
-        plain = isinstance(found, (list, tuple)) and len(found) <= 8 and all(isinstance(x, _PLAIN) for x in found)
-        return f"{type(found).__name__} {list(found)}" if plain else f"{type(found).__name__} of {len(found)}"
-    return f"a {type(found).__name__}"
+    if isinstance(value, _PLAIN):
+        return f"{type(value).__name__} {value}" if not isinstance(value, (type(None), str)) else repr(value)
+    if isinstance(value, torch.Tensor):
+        return f"tensor {value.dtype} {list(value.shape)}"
+    if isinstance(value, GroupCoordinator):
+        return f"group of {value.world_size}, rank {value.rank_in_group}"
+    if isinstance(value, dist.ProcessGroup):
+        return f"group of {value.size()}, rank {value.rank()}"
+    if isinstance(value, (*_MANY, dict)):
+        plain = isinstance(value, (list, tuple)) and len(value) <= 8 and all(isinstance(x, _PLAIN) for x in value)
+        return f"{type(value).__name__} {list(value)}" if plain else f"{type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"

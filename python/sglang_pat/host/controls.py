@@ -154,8 +154,8 @@ def make_error_reply(obj: Any, error: Exception) -> Any:
 
 def get_error(reply: Any) -> str:
     """The error that :func:`make_error_reply` was given for this reply; "" for any other reply."""
-    said = getattr(reply, "rid", None)
-    return said.removeprefix(_ERROR) if isinstance(said, str) and said.startswith(_ERROR) else ""
+    rid = getattr(reply, "rid", None)
+    return rid.removeprefix(_ERROR) if isinstance(rid, str) and rid.startswith(_ERROR) else ""
 
 
 def _make_empty_value(kind: Any) -> Any:

@@ -90,15 +90,15 @@ class PiecewiseExperts(UnquantizedFusedMoEMethod):
         order = ids.flatten().argsort(stable=True)
         counts = ids.flatten().bincount(minlength=len(down)).tolist()
         rows = x[order // ids.shape[1]]
-        found = torch.empty_like(rows)
+        terms = torch.empty_like(rows)
         begin = 0
         for expert, count in enumerate(counts):
             if count:
-                mine, places = rows[begin : begin + count], order[begin : begin + count]
-                inner = silu(linear(mine, self.gate[expert])) * linear(mine, self.up[expert])
-                found[places] = linear(inner, down[expert])
+                inputs, places = rows[begin : begin + count], order[begin : begin + count]
+                inner = silu(linear(inputs, self.gate[expert])) * linear(inputs, self.up[expert])
+                terms[places] = linear(inner, down[expert])
                 begin += count
-        weighed = found.view(*ids.shape, -1).to(weights.dtype) * weights.unsqueeze(-1)
+        weighed = terms.view(*ids.shape, -1).to(weights.dtype) * weights.unsqueeze(-1)
         return weighed.sum(dim=1).to(x.dtype)
 
     def multiply_on_gpu(
@@ -118,10 +118,10 @@ class PiecewiseExperts(UnquantizedFusedMoEMethod):
         multiply_gate_up(x, self.gate, self.up, gate_up, ids, *order, config=config)
         inner = x.new_empty(ids.numel(), rows)
         fused_moe.silu_and_mul(gate_up, inner)
-        found = x.new_empty(*ids.shape, hidden)
-        given: Any = (inner, down, None, found, None, None, None, weights, ids, *order, True, 1, down_config or config)
+        terms = x.new_empty(*ids.shape, hidden)
+        args: Any = (inner, down, None, terms, None, None, None, weights, ids, *order, True, 1, down_config or config)
         kind = getattr(fused_moe.tl, str(x.dtype).removeprefix("torch."))
-        fused_moe.invoke_fused_moe_kernel(*given, compute_type=kind, filter_expert=False, **UNQUANTISED)
+        fused_moe.invoke_fused_moe_kernel(*args, compute_type=kind, filter_expert=False, **UNQUANTISED)
         out = torch.empty_like(x)
-        fused_moe.moe_sum_reduce(found, out, 1.0)  # for few tokens SGLang has another, which is compiled on first use
+        fused_moe.moe_sum_reduce(terms, out, 1.0)  # for few tokens SGLang has another, which is compiled on first use
         return out

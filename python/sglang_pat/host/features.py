@@ -56,8 +56,8 @@ class FeatureTap:
             raise ValueError(f"{type(layer).__name__} takes {', '.join(names)}, and no residual")
 
         def add_up(_: torch.nn.Module, args: Sequence[Any], named: Mapping[str, Any]) -> None:
-            given = dict(zip(names, args, strict=False)) | dict(named)
-            keep(given["hidden_states"] + given["residual"], owned=True)
+            arguments = dict(zip(names, args, strict=False)) | dict(named)
+            keep(arguments["hidden_states"] + arguments["residual"], owned=True)
 
         return add_up
 

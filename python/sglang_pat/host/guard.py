@@ -104,13 +104,13 @@ def _knows(base: type, name: str, value: Any) -> bool:
 
 def _list_refused(ours: Any, theirs: Any) -> list[str]:
     """Parameters that callers of ``theirs`` must give, and ``ours`` does not take."""
-    taken, given = inspect.signature(ours).parameters, inspect.signature(theirs).parameters
+    taken, parameters = inspect.signature(ours).parameters, inspect.signature(theirs).parameters
     kinds = {parameter.kind for parameter in taken.values()}
     if kinds & {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}:
         return []
     return [
         name
-        for name, parameter in given.items()
+        for name, parameter in parameters.items()
         if name not in taken
         and parameter.default is Parameter.empty
         and parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)

@@ -194,9 +194,9 @@ ITSELF = "__req__"
 """Key under which a custom logit processor finds its request in ``custom_params``."""
 
 
-def seal(given: TokenizedGenerateReqInput, prompt: array) -> bytes:
+def seal(message: TokenizedGenerateReqInput, prompt: array) -> bytes:
     """Pickle what never changes in a request: the message of the TokenizerManager, and the prompt's token ids."""
-    request = copy.copy(given)
+    request = copy.copy(message)
     assign(request, input_ids=None)  # the prompt has them
     return pickle.dumps((request, prompt), pickle.HIGHEST_PROTOCOL)
 
@@ -208,15 +208,15 @@ def unseal(sealed: bytes) -> tuple[TokenizedGenerateReqInput, array]:
     return request, prompt
 
 
-def read_state(req: Req, given: TokenizedGenerateReqInput) -> tuple[array, dict[str, Any]]:
+def read_state(req: Req, message: TokenizedGenerateReqInput) -> tuple[array, dict[str, Any]]:
     """The tokens generated so far (unsigned 32 bit), and the other values that go over, by name: logprobs, what
-    :data:`CARRIED` and the adapter's name, the prompt if it is no longer the one ``given``, and the ``custom_params``
+    :data:`CARRIED` and the adapter's name, the prompt if it is no longer that of ``message``, and the ``custom_params``
     of a custom logit processor, which may count in them."""
     logprobs = adapter.rank.get_logprobs(req)
     state = {name: getattr(req, name) for name in (*CARRIED, *adapter.rank.CARRIED) if hasattr(req, name)}
     names = (*LOGPROBS, *adapter.rank.FLAT_LOGPROBS)
     state |= {name: getattr(logprobs, name) for name in names if hasattr(logprobs, name)}
-    if req.origin_input_ids is not given.input_ids:
+    if req.origin_input_ids is not message.input_ids:
         state["origin_input_ids"] = req.origin_input_ids
     if req.custom_logit_processor and (custom := req.sampling_params.custom_params):
         state["custom_params"] = {name: value for name, value in custom.items() if name != ITSELF}

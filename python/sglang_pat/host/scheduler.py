@@ -211,12 +211,12 @@ class AdaptiveScheduler(RankScheduler):
         self.load.retracted += is_retracted and self.is_leader
         super()._add_request_to_queue(req, is_retracted)
 
-    def construct(self, given: TokenizedGenerateReqInput, prompt: array, sealed: bytes) -> Req:
+    def construct(self, message: TokenizedGenerateReqInput, prompt: array, sealed: bytes) -> Req:
         """Make a ``Req`` by SGLang's own path, without queueing it; ``prompt`` and ``sealed`` are from its capsule."""
         self._captured = []
-        self._incoming, self._prompt, self._sealed = given, prompt, sealed
+        self._incoming, self._prompt, self._sealed = message, prompt, sealed
         try:
-            super().handle_generate_request(given)
+            super().handle_generate_request(message)
             if self.grammar_manager.grammar_queue and not self._captured:
                 self._captured.append(self.grammar_manager.grammar_queue.pop())
             (req,) = self._captured
@@ -255,9 +255,9 @@ class AdaptiveScheduler(RankScheduler):
 
     def describe_output(self, output: Any, reqs: list[Req]) -> None:
         """Add to an output about some of ``reqs``, in their order, what their clients get in ``meta_info``."""
-        if told := outputs.list_told(output, reqs):
-            degrees.add_degrees_to_output(output, told)
-            self.speculation.add_drafts_to_output(output, told)
+        if output_reqs := outputs.list_told(output, reqs):
+            degrees.add_degrees_to_output(output, output_reqs)
+            self.speculation.add_drafts_to_output(output, output_reqs)
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         if result is not PROCESSED:

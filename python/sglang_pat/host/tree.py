@@ -52,10 +52,10 @@ def leave_kv(scheduler: Any, req: Req, slots: np.ndarray) -> tuple[int, np.ndarr
     """
     tree: BasePrefixCache = scheduler.tree_cache
     key = adapter.rank.make_key(req, get_tokens(req)[: len(slots)])
-    given = InsertParams(key=key, value=torch.from_numpy(slots), priority=getattr(req, "priority", 0) or 0)
-    known = tree.insert(given).prefix_len
+    params = InsertParams(key=key, value=torch.from_numpy(slots), priority=getattr(req, "priority", 0) or 0)
+    prefix_length = tree.insert(params).prefix_len
     match = tree.match_prefix(MatchPrefixParams(key=key))
-    return known, adapter.rank.read_slots(tree, match).numpy(), match.last_device_node
+    return prefix_length, adapter.rank.read_slots(tree, match).numpy(), match.last_device_node
 
 
 def hold_kv(scheduler: Any, req: Req, node: Any, protected: int) -> None:
@@ -93,5 +93,5 @@ def inject(scheduler: Any, prompts: list[list[int]]) -> None:
         slots = allocator.alloc(len(ids))
         if slots is None:
             return
-        known = tree.insert(InsertParams(key=adapter.rank.make_key(None, ids), value=slots)).prefix_len
-        allocator.free(slots[:known])
+        prefix_length = tree.insert(InsertParams(key=adapter.rank.make_key(None, ids), value=slots)).prefix_len
+        allocator.free(slots[:prefix_length])

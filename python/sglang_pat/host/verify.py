@@ -45,9 +45,9 @@ def count_allowed(req: Req) -> int:
     special = req.custom_logit_processor is not None or getattr(req, "return_sampling_mask", False)
     if penalties.is_penalized(req) or waits or special or req.grammar is not None or req.finished():
         return 0
-    limit, wanted = params.max_new_tokens, get_most_drafts(params)
+    limit, most_drafts = params.max_new_tokens, get_most_drafts(params)
     left = limit - len(req.output_ids) - 1  # pyright: ignore[reportOptionalOperand]: set by then
-    return left if wanted is None else min(left, wanted)
+    return left if most_drafts is None else min(left, most_drafts)
 
 
 def can_verify(batch: ScheduleBatch) -> bool:
@@ -176,15 +176,15 @@ def process(scheduler: Any, checked: Checked, process_step: Callable[[ScheduleBa
 
 def select_rows(result: Any, rows: list[int], whole: bool) -> Any:
     """What ``result`` has of these ``rows``; what it has of the ``whole`` step goes with one of the parts."""
-    given: LogitsProcessorOutput | None = result.logits_output
-    if given is not None:
-        named = {name: _select(value, rows) for name in ROWS if (value := getattr(given, name)) is not None}
-        if given.customized_info:
-            named["customized_info"] = {key: _select(values, rows) for key, values in given.customized_info.items()}
-        given = dataclasses.replace(given, **named)
+    logits: LogitsProcessorOutput | None = result.logits_output
+    if logits is not None:
+        named = {name: _select(value, rows) for name in ROWS if (value := getattr(logits, name)) is not None}
+        if logits.customized_info:
+            named["customized_info"] = {key: _select(values, rows) for key, values in logits.customized_info.items()}
+        logits = dataclasses.replace(logits, **named)
     output = result.routed_experts_output if whole else None
     ids = _select(result.next_token_ids, rows)
-    return dataclasses.replace(result, logits_output=given, next_token_ids=ids, routed_experts_output=output)
+    return dataclasses.replace(result, logits_output=logits, next_token_ids=ids, routed_experts_output=output)
 
 
 def _select(values: Any, rows: list[int]) -> Any:

@@ -41,9 +41,9 @@ def check_sglang() -> None:
     """Raise :class:`SGLangMismatch` unless the installed SGLang is one of :data:`SGLANG_VERSIONS`."""
     installed = get_installed_version()
     if installed not in SGLANG_VERSIONS:
-        given = f"SGLang {installed} is installed" if installed else "SGLang is not installed"
+        status = f"SGLang {installed} is installed" if installed else "SGLang is not installed"
         raise SGLangMismatch(
-            f"{given}, --adaptive-tp needs {' or '.join(SGLANG_VERSIONS)}: "
+            f"{status}, --adaptive-tp needs {' or '.join(SGLANG_VERSIONS)}: "
             f"install sglang=={SGLANG_VERSIONS[0]} or leave out --adaptive-tp"
         )
 
@@ -77,10 +77,10 @@ class Symbol:
         return None
 
     def _import(self) -> tuple[str, ...]:
-        found: Any = importlib.import_module(self.module)
+        symbol: Any = importlib.import_module(self.module)
         for part in self.name.split("."):
-            found = getattr(found, part)
-        return tuple(inspect.signature(found).parameters)
+            symbol = getattr(symbol, part)
+        return tuple(inspect.signature(symbol).parameters)
 
     def _read(self) -> tuple[str, ...]:
         """Names of the symbol's parameters, read from the source: what needs CUDA cannot be imported everywhere."""
@@ -90,15 +90,15 @@ class Symbol:
             raise ImportError(f"no package {top}")
         path = Path(spec.submodule_search_locations[0]).joinpath(*rest)
         path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        found: Any = ast.parse(path.read_text())
+        symbol: Any = ast.parse(path.read_text())
         for part in self.name.split("."):
-            named = (node for node in found.body if getattr(node, "name", None) == part)
-            found = next(named, None)
-            if found is None:
+            named = (node for node in symbol.body if getattr(node, "name", None) == part)
+            symbol = next(named, None)
+            if symbol is None:
                 raise AttributeError(f"{self.module} has no {self.name}")
-        kinds = found.args
+        kinds = symbol.args
         named = [*kinds.posonlyargs, *kinds.args, kinds.vararg, *kinds.kwonlyargs, kinds.kwarg]
-        bound = any(getattr(one, "id", None) == "classmethod" for one in found.decorator_list)
+        bound = any(getattr(one, "id", None) == "classmethod" for one in symbol.decorator_list)
         return tuple(one.arg for one in named if one is not None)[bound:]
 
 

@@ -58,14 +58,14 @@ def check_command_line(argv: Sequence[str]) -> None:
     if {"--config", "-h", "--help"} & {arg.split("=", 1)[0] for arg in argv}:
         return
     try:
-        found, _ = parser.parse_known_args(argv)
+        options, _ = parser.parse_known_args(argv)
     except argparse.ArgumentError:
         return
-    if found.model_path is not None:
-        check_model_path(found.model_path)
-    if found.pat_profile is not None:
-        load(found.pat_profile, complete=True)
-    check_port(found.host, found.port)
+    if options.model_path is not None:
+        check_model_path(options.model_path)
+    if options.pat_profile is not None:
+        load(options.pat_profile, complete=True)
+    check_port(options.host, options.port)
 
 
 def read_files(config: AdaptiveConfig) -> Profile | None:
@@ -111,13 +111,13 @@ def check_second_port(port: int) -> None:
         raise ValueError(f"--port {port}: {why}choose one up to {highest}")
 
 
-def refuse_function(name: str, given: Callable) -> None:
+def refuse_function(name: str, function: Callable) -> None:
     """Raise ``ValueError`` for a function that would not be called: whoever gave it counts on what it does."""
     # By its name, as plug-ins of SGLang's wrap its own.
-    found = f"{getattr(given, '__module__', '?')}.{getattr(given, '__qualname__', given)}"
-    if found not in FUNCTIONS:
+    path = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
+    if path not in FUNCTIONS:
         raise ValueError(
-            f"{name} is {found}: an adaptive engine starts its processes itself, and would not call it; launch SGLang "
+            f"{name} is {path}: an adaptive engine starts its processes itself, and would not call it; launch SGLang "
             "without it, or without SGLANG_PAT"
         )
 
@@ -246,7 +246,7 @@ IN_ALL = (
 
 def list_refusals(tables: Any) -> tuple[Refusal, ...]:
     """Refusals of flags that only one version has, of the tables of its adapter."""
-    values = (Refusal(name, *about) for name, about in tables.MUST_BE.items())
+    values = (Refusal(name, *rule) for name, rule in tables.MUST_BE.items())
     return (*values, *(one for reason, names in tables.NOT_AT_ALL.items() for one in _refuse_all(reason, names)))
 
 
@@ -262,11 +262,11 @@ ENVIRONMENT = {
 """Reasons why variables of SGLang's are refused, by name."""
 
 
-def refuse_flags(given: Mapping[str, Any]) -> None:
+def refuse_flags(arguments: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` for what cannot cross a switch: one line with what was given and what to change.
 
     Args:
-        given: SGLang's arguments, by name.
+        arguments: SGLang's, by name.
     """
     for name, reason in ENVIRONMENT.items():
         if os.environ.get(name, "").lower() not in ("", "0", "-1", "false"):
@@ -275,8 +275,8 @@ def refuse_flags(given: Mapping[str, Any]) -> None:
         if os.environ.get(name, "1").lower() in ("", "0", "false", "no", "n", "off"):
             raise ValueError(f"--adaptive-tp does not support {name}={os.environ[name]} ({reason}): unset it")
     for refusal in REFUSED:
-        if given[refusal.field] not in refusal.allowed:
-            flag = refusal.format_flag(given[refusal.field])
+        if arguments[refusal.field] not in refusal.allowed:
+            flag = refusal.format_flag(arguments[refusal.field])
             raise ValueError(f"--adaptive-tp does not support {flag}: {refusal.advice}")
 
 
@@ -289,17 +289,17 @@ def refuse_kind(name: str, why: str) -> NoReturn:
     raise ValueError(f"--adaptive-tp does not support {name}: {why}; {_ADVICE}")
 
 
-def refuse_routed_experts(architectures: Sequence[str] | None, asked: str) -> None:
+def refuse_routed_experts(architectures: Sequence[str] | None, option: str) -> None:
     """Raise ``ValueError`` with one line if SGLang cannot return the routed experts of a model.
 
     Args:
         architectures: the model configuration's.
-        asked: what asks for them, for the message.
+        option: what asks for them, for the message.
     """
     name = (architectures or ["?"])[0]
     if name not in NUMBERED:
         why = "whose layers have no numbers in SGLang" if name in MIXTURES else "which has no experts"
-        raise ValueError(f"{asked}: cannot be had of {name}, {why}; leave it out")
+        raise ValueError(f"{option}: cannot be had of {name}, {why}; leave it out")
 
 
 def refuse_config(config: Mapping[str, Any], where: str) -> None:

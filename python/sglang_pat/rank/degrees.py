@@ -38,6 +38,6 @@ def end(req: Req) -> None:
     req.pat_degrees = tuple(pair for pair in req.pat_degrees if pair[0] < length)
 
 
-def add_degrees_to_output(output: Any, told: list[Req]) -> None:
-    """Add the degrees to an output about the requests ``told``."""
-    outputs.add_info(output, KEY, [req.pat_degrees for req in told])
+def add_degrees_to_output(output: Any, reqs: list[Req]) -> None:
+    """Add the degrees to an output about the requests ``reqs``."""
+    outputs.add_info(output, KEY, [req.pat_degrees for req in reqs])

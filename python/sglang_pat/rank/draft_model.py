@@ -80,10 +80,10 @@ def read_config(folder: Path) -> HeadConfig:
 
 
 def _list_files(folder: Path) -> list[Path]:
-    found = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    if not found:
+    paths = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    if not paths:
         raise ValueError("no *.safetensors and no pytorch_model*.bin in it")
-    return found
+    return paths
 
 
 def count_head_bytes(folder: Path, lines: int, item: int) -> int:
@@ -212,10 +212,10 @@ class DraftModel:
             ValueError: it is not; one line.
         """
         own, tokens = self.config, int(self._ids.max()) + 1
-        found = self._join.shape[1], own.hidden_size if self._embedding is None else hidden
-        if found != (features, hidden) or tokens > vocabulary:
+        sizes = self._join.shape[1], own.hidden_size if self._embedding is None else hidden
+        if sizes != (features, hidden) or tokens > vocabulary:
             raise ValueError(
-                f"it is the head of another model: of {found[0]} features, hidden size {own.hidden_size} and {tokens} "
+                f"it is the head of another model: of {sizes[0]} features, hidden size {own.hidden_size} and {tokens} "
                 f"tokens, not {features}, {hidden} and {vocabulary}"
             )
 
@@ -249,11 +249,11 @@ class DraftModel:
     def write(self, lines: torch.Tensor, learnt: Sequence[Learnt]) -> None:
         """Know of the requests on ``lines`` what was ``learnt`` of them elsewhere, and nothing else."""
         rows = zip(*((one.key_values, one.known, one.hidden, one.last) for one in learnt), strict=True)
-        key_values, known, hidden, last = (torch.stack(row).to(lines.device) for row in rows)
+        key_values, mask, hidden, last = (torch.stack(row).to(lines.device) for row in rows)
         self._last[:, lines], self._hidden[lines] = last.T, hidden
         where, positions = self._find_last_places(lines)
         self._at[lines] = -1
-        self._kv[where], self._at[where] = key_values, torch.where(known, positions, -1)
+        self._kv[where], self._at[where] = key_values, torch.where(mask, positions, -1)
 
     def _find_last_places(self, lines: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
         """Line and place, and position, of the last :data:`KEPT` pairs on each of ``lines``."""

@@ -47,8 +47,8 @@ class GroupPool:
         for i, low in enumerate(layouts):
             for high in layouts[i + 1 :]:
                 groups = exchange_groups(low, high)
-                mine = next(group for group in groups if rank in group)
-                self._exchange[low.tp, high.tp] = (self._make_group(groups, backend), mine)
+                members = next(group for group in groups if rank in group)
+                self._exchange[low.tp, high.tp] = (self._make_group(groups, backend), members)
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Reduce in every TP group as a model of this type does, in each way: nothing is made or compiled later on."""
@@ -56,13 +56,13 @@ class GroupPool:
             host.reduce_once(coordinator, REDUCED, dtype)
 
     def _make_group(self, groups: list[list[int]], backend: str) -> dist.ProcessGroup:
-        mine = None
+        own_group = None
         for ranks in groups:
             group = dist.new_group(ranks, backend=backend)
             if self.rank in ranks:  # else torch gives a number
-                mine = cast("dist.ProcessGroup", group)
-        assert mine is not None
-        return mine
+                own_group = cast("dist.ProcessGroup", group)
+        assert own_group is not None
+        return own_group
 
     def get_tp_group(self, layout: ParallelLayout) -> Any:
         return self._tp[layout.tp]

@@ -36,8 +36,8 @@ class Lines:
 
     def find(self, name: str, tokens: int) -> int | None:
         """The line of a request of which all ``tokens`` are known; None if not all are."""
-        line, known = self._used.get(name, (None, 0))
-        return line if known == tokens else None
+        line, count = self._used.get(name, (None, 0))
+        return line if count == tokens else None
 
     def use(self, name: str, tokens: int) -> tuple[int, bool]:
         """Note that a request has learnt ``tokens`` tokens; returns its line, and whether it is new there."""
@@ -69,9 +69,9 @@ def choose_rows(names: Sequence[str], positions: Sequence[int], lengths: Mapping
     Args:
         lengths: number of tokens so far, by request; those of others do not count.
     """
-    known = [i for i, name in enumerate(names) if positions[i] + 1 < lengths.get(name, 0)]
-    chosen = set(list(dict.fromkeys(names[i] for i in known))[-MOST_ROWS:])
-    return [i for i in known if names[i] in chosen]
+    indices = [i for i, name in enumerate(names) if positions[i] + 1 < lengths.get(name, 0)]
+    chosen = set(list(dict.fromkeys(names[i] for i in indices))[-MOST_ROWS:])
+    return [i for i in indices if names[i] in chosen]
 
 
 class ModelDrafts:
@@ -105,10 +105,10 @@ class ModelDrafts:
         """
         tokens = {host.get_name(req): host.count_tokens(req) for req in reqs}
         own = {name for name in tokens if self._lines.find(name, tokens[name]) is not None}
-        known = [name for name in tokens if name in own or name in learnt][-MOST_ROWS:]
-        self._lines.keep(own.intersection(known))
-        lines = {name: self._lines.use(name, tokens[name])[0] for name in known}
-        if new := [name for name in known if name not in own]:
+        names = [name for name in tokens if name in own or name in learnt][-MOST_ROWS:]
+        self._lines.keep(own.intersection(names))
+        lines = {name: self._lines.use(name, tokens[name])[0] for name in names}
+        if new := [name for name in names if name not in own]:
             self._model.write(self._upload(lines[name] for name in new), [learnt[name] for name in new])
 
     def end(self, req: Req) -> None:

@@ -61,7 +61,7 @@ def check_outputs(scheduler: SwitchingScheduler) -> None:
     flips = dtype != torch.float32 and layers.has_experts(model)
     with torch.no_grad(), _enlarge(model if dummy else None):
         expected = _compute_logits(scheduler, base)
-        allowed, told, held = ALLOWED[dtype], [], base
+        allowed, results, held = ALLOWED[dtype], [], base
         for layout in others:
             if scheduler.layouts.resharding:
                 scheduler.layouts.reshard(held, layout)
@@ -70,7 +70,7 @@ def check_outputs(scheduler: SwitchingScheduler) -> None:
             for step, ours, theirs in zip(STEPS, logits, expected, strict=True):
                 distances = measure_distances(ours, theirs)
                 off = (distances.quantile(CLOSE) if flips else distances.mean()).item()
-                told.append(f"tp{layout.tp} {step} {off:.2g}")
+                results.append(f"tp{layout.tp} {step} {off:.2g}")
                 if not off <= allowed:
                     raise Unsupported(
                         f"--adaptive-tp does not support this model: its logits at tp={layout.tp} are not those at "
@@ -81,7 +81,7 @@ def check_outputs(scheduler: SwitchingScheduler) -> None:
             scheduler.layouts.reshard(held, base)
     if scheduler.rank == 0:
         seconds = time.perf_counter() - begun
-        logger.info("all layouts compute the same within rounding (%s), checked in %.2f s", ", ".join(told), seconds)
+        logger.info("all layouts compute the same within rounding (%s), checked in %.2f s", ", ".join(results), seconds)
 
 
 def measure_distances(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -150,8 +150,8 @@ def _enlarge(model: torch.nn.Module | None) -> Iterator[None]:
     """
     scales = {}
     for param in model.parameters() if model is not None else ():
-        wanted = param.shape[-1] ** -0.5 if param.dim() > 1 else 1.0
-        scales[param] = 2.0 ** round(np.log2(wanted / DUMMY_STD))
+        std = param.shape[-1] ** -0.5 if param.dim() > 1 else 1.0
+        scales[param] = 2.0 ** round(np.log2(std / DUMMY_STD))
     try:
         for param, scale in scales.items():
             param.data.mul_(scale)

@@ -171,7 +171,7 @@ def _tile(divisor: int, out: int, width: int) -> tuple[int, int] | None:
 
 
 @cache
-def _choose_stages(device: int, tile: int, wanted: int) -> int:
-    """Number of tiles of ``tile`` bytes that a program has under way: ``wanted``, or what this GPU has room for."""
+def _choose_stages(device: int, tile: int, stages: int) -> int:
+    """Number of tiles of ``tile`` bytes that a program has under way: ``stages``, or what this GPU has room for."""
     room = triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
-    return max(1, min(wanted, room // tile))
+    return max(1, min(stages, room // tile))

@@ -51,8 +51,8 @@ def check_shards(model: torch.nn.Module, tp: int, tp_rank: int) -> None:
             except Exception as error:
                 why = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
                 raise ShardError(full_name, tp, f"SGLang's loader does not shard it as expected ({why})") from error
-            wanted = _list_positions(module, param, spec, tp, tp_rank)
-            if not torch.equal(loaded, wanted):
+            positions = _list_positions(module, param, spec, tp, tp_rank)
+            if not torch.equal(loaded, positions):
                 raise ShardError(full_name, tp, "SGLang's loader puts other parts there than expected")
 
 

@@ -154,8 +154,8 @@ class Speculation:
             for number, (req, count) in enumerate(zip(reqs, counts, strict=True))
         ]
         if self._model and by_model:
-            given = self._model.draft([reqs[i] for i in by_model], max(counts[i] for i in by_model))
-            for i, drafted in zip(by_model, given, strict=True):
+            model_drafts = self._model.draft([reqs[i] for i in by_model], max(counts[i] for i in by_model))
+            for i, drafted in zip(by_model, model_drafts, strict=True):
                 drafts[i] = drafted[: counts[i]]
         return drafts
 
@@ -234,8 +234,8 @@ class Speculation:
         for match, count, correct in zip(self._matches, self._counts, right, strict=False):
             self.acceptance.record(match, count, correct)
 
-    def add_drafts_to_output(self, output: Any, told: list[Req]) -> None:
-        """Add what was drafted to an output about the requests ``told``, if anything is."""
+    def add_drafts_to_output(self, output: Any, reqs: list[Req]) -> None:
+        """Add what was drafted to an output about the requests ``reqs``, if anything is."""
         if self.most:
-            for key, values in zip(KEYS, zip(*(req.pat_drafts for req in told), strict=True), strict=True):
+            for key, values in zip(KEYS, zip(*(req.pat_drafts for req in reqs), strict=True), strict=True):
                 outputs.add_info(output, key, list(values))

@@ -70,8 +70,8 @@ class Views:
                 full_name = f"{module_name}.{name}" if module_name else name
                 dim = specs[full_name].dim
                 held = base_specs[full_name].list_intervals(base.tp, base.tp_rank(rank))
-                wanted = specs[full_name].list_intervals(layout.tp, layout.tp_rank(rank))
-                source = sources[name] = _Source(base_module, name, dim, list_copies(held, wanted))
+                intervals = specs[full_name].list_intervals(layout.tp, layout.tp_rank(rank))
+                source = sources[name] = _Source(base_module, name, dim, list_copies(held, intervals))
                 shape = list(source.tensor.shape)
                 if dim is not None:
                     shape[dim] = sum(piece.length for piece in source.pieces)
@@ -143,11 +143,11 @@ def reshard(
                 shards = [torch.empty_like(source.data) for _ in range(old.tp)]
                 dist.all_gather(shards, source.data.contiguous(), group=group)
             shape = list(source.shape)
-            wanted = spec.list_intervals(new.tp, new.tp_rank(rank))
-            shape[spec.dim] = sum(length for _, length in wanted)
+            intervals = spec.list_intervals(new.tp, new.tp_rank(rank))
+            shape[spec.dim] = sum(length for _, length in intervals)
             target = source.data.new_zeros(shape)
             for tp_rank, shard in enumerate(shards):
-                for piece in list_copies(old_specs[name].list_intervals(old.tp, tp_rank), wanted):
+                for piece in list_copies(old_specs[name].list_intervals(old.tp, tp_rank), intervals):
                     target.narrow(spec.dim, piece.dst, piece.length).copy_(
                         shard.narrow(spec.dim, piece.src, piece.length)
                     )

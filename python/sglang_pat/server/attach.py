@@ -15,7 +15,7 @@ from sglang_pat.figures import enable_job_log
 _where, _settings = "", None
 
 
-def attach(given: Mapping[str, Any], where: str) -> None:
+def attach(values: Mapping[str, Any], where: str) -> None:
     """Launch adaptive engines with these settings from now on; again: with these instead.
 
     Raises:
@@ -26,7 +26,7 @@ def attach(given: Mapping[str, Any], where: str) -> None:
     from sglang_pat.launch.contract import check_sglang
 
     check_sglang()
-    fields = settings.parse_fields(given, where)
+    fields = settings.parse_fields(values, where)
     enable_job_log()
     if not is_attached():
         from sglang_pat.host.attach import patch_launcher
@@ -43,7 +43,7 @@ def is_attached() -> bool:
     return _settings is not None
 
 
-def _make_arguments(given: dict[str, Any]) -> Any:
+def _make_arguments(fields: dict[str, Any]) -> Any:
     """Prepared arguments of an adaptive engine on as many ranks as these fields of stock arguments have GPUs.
 
     Raises:
@@ -52,7 +52,7 @@ def _make_arguments(given: dict[str, Any]) -> Any:
     from sglang_pat.host.arguments import make_arguments, prepare_start
 
     assert _settings is not None, "attached"
-    tp, dp, own = given["tp_size"], given["dp_size"], dict(_settings)
+    tp, dp, own = fields["tp_size"], fields["dp_size"], dict(_settings)
     base = own.pop(settings.BASE_TP.name, tp if dp > 1 else settings.BASE_TP.default)
-    given["tp_size"], given["dp_size"] = settings.compute_base_layout(base, tp * dp, _where)
-    return prepare_start(make_arguments(**given, adaptive_tp=True, pat_in_a_job=True, **own))
+    fields["tp_size"], fields["dp_size"] = settings.compute_base_layout(base, tp * dp, _where)
+    return prepare_start(make_arguments(**fields, adaptive_tp=True, pat_in_a_job=True, **own))

@@ -108,19 +108,19 @@ class Engine(EngineRollouts, AdaptiveEngine):
         :meth:`lend_ranks`."""
         return self._await(self.tokenizer_manager.pat_lend_ranks(1))
 
-    def decide_lending(self, **about: Any) -> dict[str, Any]:
+    def decide_lending(self, **fields: Any) -> dict[str, Any]:
         """Whether ranks should be lent now, or taken back; to be asked whenever a group is complete.
 
         Returns the fields of a :class:`~sglang_pat.policies.lending.LendingDecision`: ``move`` is ``lend``, ``wait``,
         ``never`` or ``take_back``; ``leave`` only if ``others`` are given.
 
         Args:
-            about: fields of :class:`~sglang_pat.policies.lending.Training`.
+            fields: those of :class:`~sglang_pat.policies.lending.Training`.
 
         Raises:
             ValueError: a field that cannot be, one line with its name.
         """
-        return self._await(self.async_decide_lending(**about))
+        return self._await(self.async_decide_lending(**fields))
 
     def trace(self) -> list[dict[str, Any]]:
         """Steps of all replicas since the last call, oldest first (the last 16,384 of each rank).
@@ -139,16 +139,16 @@ class Engine(EngineRollouts, AdaptiveEngine):
         """
         self._run_in_loop(lambda: self.tokenizer_manager.pat_inject_prefixes(prompts))
 
-    def begin_round(self, requests: int | None = None, **about: Any) -> None:
+    def begin_round(self, requests: int | None = None, **fields: Any) -> None:
         """A round of ``requests`` samples begins, for what is generated from now on; until :meth:`end_round`.
 
         Args:
-            about: other fields of :class:`~sglang_pat.messages.BeginRound`.
+            fields: others of :class:`~sglang_pat.messages.BeginRound`.
 
         Raises:
             ValueError: a field that cannot be, one line with its name.
         """
-        begun = files.convert({"requests": requests, **about}, BeginRound)
+        begun = files.convert({"requests": requests, **fields}, BeginRound)
         self._run_in_loop(lambda: self.tokenizer_manager.pat_send_round(begun))
 
     def end_round(self, name: str = "default") -> None:
@@ -183,8 +183,8 @@ class Engine(EngineRollouts, AdaptiveEngine):
     async def async_take_back_ranks(self) -> dict[str, Any]:
         return await self.tokenizer_manager.pat_lend_ranks(1)
 
-    async def async_decide_lending(self, **about: Any) -> dict[str, Any]:
-        return await self.tokenizer_manager.pat_decide_lending(files.convert(about, Training))
+    async def async_decide_lending(self, **fields: Any) -> dict[str, Any]:
+        return await self.tokenizer_manager.pat_decide_lending(files.convert(fields, Training))
 
     async def async_reconfigure(self, tp: int, dry_run: bool = False) -> dict[str, Any]:
         return await self.tokenizer_manager.pat_reconfigure(tp, dry_run)

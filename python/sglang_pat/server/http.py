@@ -64,12 +64,12 @@ def _answer_refusals(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Aw
     @functools.wraps(handler)
     async def answer(*args: Any, **kwargs: Any) -> Response:
         try:
-            found = await handler(*args, **kwargs)
+            reply = await handler(*args, **kwargs)
         except ValueError as error:
             return _make_error(400, str(error))
         except ReconfigureError as error:
             return _make_error(error.code, str(error))
-        return found if isinstance(found, Response) else JSONResponse(found)
+        return reply if isinstance(reply, Response) else JSONResponse(reply)
 
     return answer
 
@@ -92,10 +92,10 @@ async def reconfigure(request: Request) -> dict:
     layout goes on.
     """
     try:
-        asked = files.decode(await _read_body(request), _Reconfigure)
+        body = files.decode(await _read_body(request), _Reconfigure)
     except ValueError as error:
         raise ValueError(f'{error}: send {{"tp": 2}}') from None
-    return await get_manager().pat_reconfigure(asked.tp, asked.dry_run)
+    return await get_manager().pat_reconfigure(body.tp, body.dry_run)
 
 
 @needs_admin
@@ -109,8 +109,8 @@ async def lend_ranks(request: Request) -> dict:
     400: not a body like that, or not with this stride; 409: a switch is under way, memory is released, or they are lent
     to another client; 500: aborted, nothing is lent.
     """
-    asked = files.decode(await _read_body(request) or b"{}", _LendRanks)
-    return await get_manager().pat_lend_ranks(asked.stride, asked.client, asked.lease_seconds)
+    body = files.decode(await _read_body(request) or b"{}", _LendRanks)
+    return await get_manager().pat_lend_ranks(body.stride, body.client, body.lease_seconds)
 
 
 @needs_admin
@@ -121,8 +121,8 @@ async def take_back_ranks(request: Request) -> dict:
 
     400: a body with anything else in it; 409, 500: as for lending.
     """
-    asked = files.decode(await _read_body(request) or b"{}", _TakeBackRanks)
-    return await get_manager().pat_lend_ranks(1, asked.client)
+    body = files.decode(await _read_body(request) or b"{}", _TakeBackRanks)
+    return await get_manager().pat_lend_ranks(1, body.client)
 
 
 @_answer_refusals

@@ -131,8 +131,8 @@ class SwitchExecutor:
                 dests = plan.choose_destinations(old, new, group, [tokens] * count)
                 offers[group] = GroupOffer([plan.LiveRequest(tokens, 0, -1, dest) for dest in dests])
             plans = requests.plan_groups(self.scheduler, new, offers)
-            mine = offers[old.group_of(self.rank)].live
-            exchange = kv.prepare(self.layouts, self.staging, new, plans, mine, rows)
+            live = offers[old.group_of(self.rank)].live
+            exchange = kv.prepare(self.layouts, self.staging, new, plans, live, rows)
         except Exception as error:
             return error
         return exchange.run() if exchange is not None else None
@@ -242,8 +242,8 @@ class SwitchExecutor:
         incoming, exchange = IncomingRequests(), None
         try:
             plans = requests.plan_groups(self.scheduler, new, offers)
-            mine = offers[old.group_of(self.rank)].live
-            exchange = kv.prepare(self.layouts, self.staging, new, plans, mine, rows)
+            live = offers[old.group_of(self.rank)].live
+            exchange = kv.prepare(self.layouts, self.staging, new, plans, live, rows)
             place = exchange.place if exchange else np.zeros(1, dtype=np.int64)
             incoming = requests.rebuild_requests(
                 self.scheduler, new, plans[new.group_of(self.rank)], offers, capsules, held, place
@@ -313,7 +313,7 @@ class SwitchExecutor:
         versions = {offer.weight_version for offer in offers.values()} | {self.layouts.weight_version}
         if len(versions) > 1:
             raise RuntimeError(f"ranks hold different weight versions after the switch: {sorted(versions)}")
-        mine = offers.get(self.rank)
+        own_offer = offers.get(self.rank)
         leads, recomputed = self.scheduler.is_leader, incoming.recomputed
         self._mark("check")
         self.scheduler.channel.send(
@@ -321,7 +321,7 @@ class SwitchExecutor:
                 **report,
                 phases=self._phases,
                 moved_bytes=moved,
-                requests_in=len(mine.live) + len(mine.waiting) if mine else 0,
+                requests_in=len(own_offer.live) + len(own_offer.waiting) if own_offer else 0,
                 requests_out=len(incoming.decoding) + len(incoming.waiting) if leads else 0,
                 migrated=len(incoming.decoding) if leads else 0,
                 parked=len(incoming.parked) if leads else 0,
@@ -334,13 +334,13 @@ class SwitchExecutor:
 
     def _give_memory_away(self, epoch: int) -> None:
         """Give this lent rank's memory away, while the others decode."""
-        given, error = 0, ""
+        released_bytes, error = 0, ""
         try:
-            given = self.memory.release()
+            released_bytes = self.memory.release()
         except Exception as exc:
             logger.exception("rank %d keeps its memory", self.rank)
             error = f"rank {self.rank} keeps its memory: {exc}"
-        self.scheduler.channel.send(MemoryReleased(rank=self.rank, epoch=epoch, bytes=given, error=error))
+        self.scheduler.channel.send(MemoryReleased(rank=self.rank, epoch=epoch, bytes=released_bytes, error=error))
 
     def _stay_lent(self) -> None:
         """Release the memory again if this rank stays lent, as the switch that took it back does not happen."""

@@ -42,19 +42,19 @@ class CompiledGrammars:
         if backend is not None:
             self._sglang_lookup = grammars.hook_lookup(backend, self._lookup)
 
-    def compile(self, wanted: Iterable[Grammar]) -> None:
-        """Begin to compile ``wanted``, in SGLang's threads."""
-        for grammar in wanted:
+    def compile(self, jobs: Iterable[Grammar]) -> None:
+        """Begin to compile ``jobs``, in SGLang's threads."""
+        for grammar in jobs:
             self._begin((grammar.kind, grammar.text), grammar.count)
 
     @property
     def busy(self) -> bool:
-        return not all(made.done() for made in self._made.values())
+        return not all(future.done() for future in self._made.values())
 
     def wait(self) -> None:
         """Wait until all are compiled; one that fails says so where it is used."""
-        for made in self._made.values():
-            made.exception()
+        for future in self._made.values():
+            future.exception()
 
     def keep(self, reqs: Iterable[Any]) -> None:
         """Make the grammars of ``reqs``, all requests of a new group, all that SGLang's cache holds.
@@ -104,8 +104,8 @@ class CompiledGrammars:
 
     def _take(self, key: Key, require_reasoning: bool) -> Any:
         self._begin(key, 1)
-        made = self._made[key].result()
-        grammar = made.pop() if len(made) > 1 else grammars.copy_grammar(made[0])
+        copies = self._made[key].result()
+        grammar = copies.pop() if len(copies) > 1 else grammars.copy_grammar(copies[0])
         grammars.begin_reasoning(grammar, require_reasoning)
         return grammar
 

@@ -72,9 +72,9 @@ class _Slots:
         slots, node, protected = self._now[row], self._root, shared
         if self._keeps and (kept := tree.count_kept(self._scheduler, req)):
             brought, protected = slots, min(len(row), max(shared, kept))
-            known, found, node = tree.leave_kv(self._scheduler, req, brought[:protected])
-            self._freed.append(brought[shared:known])
-            slots = np.concatenate([found, brought[protected:]])
+            prefix_length, tree_slots, node = tree.leave_kv(self._scheduler, req, brought[:protected])
+            self._freed.append(brought[shared:prefix_length])
+            slots = np.concatenate([tree_slots, brought[protected:]])
             self._now[row] = slots
         if decodes:
             tree.hold_kv(self._scheduler, req, node, protected)

@@ -50,10 +50,10 @@ def _move(
     for part in range(parts):  # few: one for each peer
         low = tl.load(offsets + part)
         high = tl.load(offsets + part + 1)
-        mine = (rows >= low) & (rows < high)
-        begin = tl.where(mine, low, begin)
-        size = tl.where(mine, high - low, size)
-        head = tl.where(mine, tl.load(begins + part), head)
+        part_mask = (rows >= low) & (rows < high)
+        begin = tl.where(part_mask, low, begin)
+        size = tl.where(part_mask, high - low, size)
+        head = tl.where(part_mask, tl.load(begins + part), head)
     at = begin * (row_words + other_words) + (rows - begin) * row_words
     if IS_V:
         at += size * other_words
@@ -113,8 +113,8 @@ def _launch(pack: bool, k, v, slots, part_offsets, head_begin, head_count: int, 
     dim_k, dim_v = k.shape[2], v.shape[2]
     whole = all(pool.dtype == flat.dtype and pool.stride()[1:] == (pool.shape[2], 1) for pool in (k, v))
     if not whole or flat.numel() != n * head_count * (dim_k + dim_v):
-        given = ", ".join(f"{list(t.shape)} {t.dtype} in strides {t.stride()}" for t in (k, v, flat))
-        raise ValueError(f"{n} slots of {head_count} heads do not fit {given}")
+        shapes = ", ".join(f"{list(t.shape)} {t.dtype} in strides {t.stride()}" for t in (k, v, flat))
+        raise ValueError(f"{n} slots of {head_count} heads do not fit {shapes}")
     width = gcd(8, *(x * item for x in (dim_k, dim_v, k.stride(0), v.stride(0))))
     width = gcd(width, k.data_ptr(), v.data_ptr(), flat.data_ptr())
     words_k, words_v, words_flat = (_view_as_words(t, width) for t in (k, v, flat))

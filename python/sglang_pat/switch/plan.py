@@ -121,27 +121,27 @@ def plan_group(
     fresh: dict[int, int] = {}
     used, running = 0, 0
     for group in sorted(sources):
-        mine: list[np.ndarray | None] = []
+        group_rows: list[np.ndarray | None] = []
         going: list[bool] = []
         start = used
         for request in sources[group]:
             new, goes_on = request.tokens - request.shared, request.complete and running < max_requests
-            orphan = request.shared and request.dest == dest and mine[request.parent] is None
+            orphan = request.shared and request.dest == dest and group_rows[request.parent] is None
             fits = used + new + running + goes_on <= capacity and (goes_on or keep)
             if request.dest != dest or not request.tokens or orphan or not fits:
-                mine.append(None)
+                group_rows.append(None)
                 going.append(False)
                 continue
             own = np.arange(used + 1, used + new + 1, dtype=np.int64)
             if request.shared:
-                above = mine[request.parent]
+                above = group_rows[request.parent]
                 assert above is not None, "an orphan does not come here"
                 own = np.concatenate([above[: request.shared], own])
-            mine.append(own)
+            group_rows.append(own)
             going.append(goes_on)
             used += new
             running += goes_on
-        rows[group], decodes[group], fresh[group] = mine, going, used - start
+        rows[group], decodes[group], fresh[group] = group_rows, going, used - start
     return GroupPlan(rows, decodes, fresh, used)
 
 
@@ -172,22 +172,22 @@ def match_slots(
 
 
 def list_capsules_to_send(
-    old: ParallelLayout, new: ParallelLayout, rank: int, mine: Mapping[int, bytes]
+    old: ParallelLayout, new: ParallelLayout, rank: int, capsules: Mapping[int, bytes]
 ) -> list[bytes]:
-    """Capsules that ``rank`` sends to each rank; ``mine``: those of the group that it leads, by new group."""
+    """Capsules that ``rank`` sends to each rank; ``capsules``: those of the group that it leads, by new group."""
     own = old.group_of(rank)
-    return [mine.get(new.group_of(to), b"") if old.group_of(to) != own else b"" for to in range(old.num_ranks)]
+    return [capsules.get(new.group_of(to), b"") if old.group_of(to) != own else b"" for to in range(old.num_ranks)]
 
 
 def list_capsule_sizes(
     old: ParallelLayout, new: ParallelLayout, rank: int, sizes: Mapping[int, Mapping[int, int]]
 ) -> list[int]:
     """Number of bytes that come to ``rank`` from each rank; ``sizes``: bytes that each old group has, by new group."""
-    found, own, group = [0] * old.num_ranks, old.group_of(rank), new.group_of(rank)
+    counts, own, group = [0] * old.num_ranks, old.group_of(rank), new.group_of(rank)
     for source, by_group in sizes.items():
         if source != own:
-            found[old.leaders[source]] = by_group.get(group, 0)
-    return found
+            counts[old.leaders[source]] = by_group.get(group, 0)
+    return counts
 
 
 # -- which KV heads a rank holds, and needs from whom -------------------------------------------------

@@ -50,9 +50,9 @@ def split_by_kv(scheduler: SwitchingScheduler) -> tuple[list[Req], list[Req], li
     """
     decoding, waiting = loop.list_requests(scheduler)
     parked = _list_parked(scheduler)
-    there = {id(req) for req, _ in parked}
+    parked_ids = {id(req) for req, _ in parked}
     rows = read_kv_rows(scheduler, decoding, [slots for _, slots in parked])
-    return decoding + [req for req, _ in parked], [req for req in waiting if id(req) not in there], rows
+    return decoding + [req for req, _ in parked], [req for req in waiting if id(req) not in parked_ids], rows
 
 
 def list_decoded_waiting(scheduler: SwitchingScheduler) -> list[Req]:
@@ -77,13 +77,13 @@ def _list_parked(scheduler: SwitchingScheduler) -> list[tuple[Req, torch.Tensor]
         return []
     waiting = [] if scheduler._paused_by_client else list_decoded_waiting(scheduler)
     waiting += [req for req in loop.list_queued(scheduler) if host.is_in_pieces(req)]
-    found: list[tuple[Req, torch.Tensor]] = []
+    pairs: list[tuple[Req, torch.Tensor]] = []
     for req in waiting:
         if len(slots := tree.find_kv(scheduler, req)):
-            found.append((req, slots))
+            pairs.append((req, slots))
     if (chunked := loop.get_chunked(scheduler)) is not None:
-        found.append((chunked, kv.read_line(scheduler, chunked)))
-    return found
+        pairs.append((chunked, kv.read_line(scheduler, chunked)))
+    return pairs
 
 
 def read_kv_rows(scheduler: SwitchingScheduler, decoding: list[Req], parked: list[torch.Tensor]) -> list[np.ndarray]:
@@ -195,11 +195,11 @@ def rebuild_request(scheduler: SwitchingScheduler, capsule: Capsule, held_gramma
 
     ``held_grammar``: its grammar as it stands, or the future one, if it was here before.
     """
-    given, prompt = host.unseal(capsule.sealed)
+    message, prompt = host.unseal(capsule.sealed)
     # In the queue an abort takes the grammar away; one that runs keeps it, on all ranks of its group or on none.
     given_up = capsule.ending and not capsule.constrained
     with scheduler.grammars.use_for_rebuild(held_grammar, capsule.compiling, given_up):
-        req = scheduler.construct(given, prompt, capsule.sealed)
+        req = scheduler.construct(message, prompt, capsule.sealed)
     if held_grammar is not None:
         grammars.set_grammar(req, held_grammar)  # also one that no text asks for (strict thinking)
     refused = host.get_pending_end(req)
@@ -356,7 +356,7 @@ def make_offer(
         for req, dest, goes in zip(live + waiting, dests, travels, strict=True):
             if goes:
                 bound.setdefault(dest, []).append(serialize_request(req, learnt.get(host.get_name(req))))
-        capsules = {dest: pickle.dumps(found, pickle.HIGHEST_PROTOCOL) for dest, found in bound.items()}
+        capsules = {dest: pickle.dumps(batch, pickle.HIGHEST_PROTOCOL) for dest, batch in bound.items()}
     output = scheduler.output
     offer = GroupOffer(
         planned,
@@ -371,18 +371,18 @@ def make_offer(
 
 
 def send_capsules(
-    scheduler: SwitchingScheduler, new: ParallelLayout, offers: dict[int, GroupOffer], mine: dict[int, bytes]
+    scheduler: SwitchingScheduler, new: ParallelLayout, offers: dict[int, GroupOffer], capsules: dict[int, bytes]
 ) -> dict[int, bytes]:
     """Send capsules from the leaders to the ranks that need them, and to no other; all ranks take part.
 
     Args:
-        mine: capsules that this rank sends, by destination group; empty unless it leads.
+        capsules: those that this rank sends, by destination group; empty unless it leads.
 
     Returns:
         Capsules that come to this rank, by source group.
     """
     old, rank = scheduler.layouts.layout, scheduler.rank
-    sends = plan.list_capsules_to_send(old, new, rank, mine)
+    sends = plan.list_capsules_to_send(old, new, rank, capsules)
     comes = plan.list_capsule_sizes(old, new, rank, {source: offer.capsules for source, offer in offers.items()})
     outgoing = torch.from_numpy(np.frombuffer(bytearray().join(sends), dtype=np.uint8))
     received = torch.empty(sum(comes), dtype=torch.uint8)
@@ -418,7 +418,7 @@ def rebuild_requests(
     on as they are: all ranks of a group keep the same account of a request.  The others are rebuilt.  Nothing of what
     is held is changed here, so that an aborted switch goes on with it.
     """
-    mine = new.group_of(scheduler.rank)
+    new_group = new.group_of(scheduler.rank)
     own = scheduler.layouts.layout.group_of(scheduler.rank)
     incoming = IncomingRequests(place=place)
     recompute: list[Req] = []
@@ -426,19 +426,19 @@ def rebuild_requests(
     for group, offer in offers.items():
         if group == own:
             dests = [live.dest for live in offer.live] + offer.waiting
-            coming = iter([req for req, dest in zip(held, dests, strict=True) if dest == mine])
+            coming = iter([req for req, dest in zip(held, dests, strict=True) if dest == new_group])
             incoming.entered = {host.get_name(req): at for req, at in zip(held, offer.entered, strict=True)}
         else:
             coming = iter(pickle.loads(capsules[group]) if group in capsules else ())
         planned = zip(offer.live, group_plan.rows[group], group_plan.decodes[group], strict=True)
         for live, row, decodes in planned:
-            if live.dest != mine:
+            if live.dest != new_group:
                 continue
-            given = next(coming)
-            goes_on = decodes and isinstance(given, Req) and kv.get_line(given) is not None
-            req = given if goes_on else _rebuild_one(scheduler, given)
-            if decodes and isinstance(given, Capsule) and given.learnt is not None:
-                incoming.learnt[host.get_name(req)] = given.learnt
+            arrival = next(coming)
+            goes_on = decodes and isinstance(arrival, Req) and kv.get_line(arrival) is not None
+            req = arrival if goes_on else _rebuild_one(scheduler, arrival)
+            if decodes and isinstance(arrival, Capsule) and arrival.learnt is not None:
+                incoming.learnt[host.get_name(req)] = arrival.learnt
             if not decodes:
                 recompute.append(req)
             if row is not None:

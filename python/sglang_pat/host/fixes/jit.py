@@ -22,9 +22,9 @@ def find_jit_problem() -> str | None:
         torch.cuda.synchronize()
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        said = next((line for line in lines if "error: " in line), lines[0]).strip()
+        text = next((line for line in lines if "error: " in line), lines[0]).strip()
         return (
-            f"SGLang's activation.cuh cannot be compiled or run: {said}; where g++ 12 is the reason, give nvcc another "
+            f"SGLang's activation.cuh cannot be compiled or run: {text}; where g++ 12 is the reason, give nvcc another "
             'one, as in NVCC_PREPEND_FLAGS="-ccbin g++-13"'
         )
     return None

@@ -28,9 +28,9 @@ def drop_scores_without_tokens(reqs: list[Req]) -> None:
 
 def abort(abort: AbortReq, req: Req) -> None:
     """End ``req``, which waits, as ``abort`` says."""
-    given: dict[str, Any] = abort.finished_reason or {}
-    message = given.get("message") or abort.abort_message or "Abort in waiting queue"
-    status: HTTPStatus | None = given.get("status_code")
+    reason: dict[str, Any] = abort.finished_reason or {}
+    message = reason.get("message") or abort.abort_message or "Abort in waiting queue"
+    status: HTTPStatus | None = reason.get("status_code")
     assign(req, finished_reason=FINISH_ABORT(message, status))
     req.time_stats.set_completion_time()
     degrees.end(req)
@@ -66,9 +66,9 @@ def keep_experts() -> None:
     def release_req(*args: Any, **named: Any) -> Any:
         req, pool = adapter.rank.find_released(*args, **named)
         kept = read_experts(req, pool.req_to_token[kv.get_line(req)])
-        found = release(*args, **named)
+        result = release(*args, **named)
         req.pat_experts = kept
-        return found
+        return result
 
     release_req.pat_mended = True
     assign(owner, release_req=release_req)

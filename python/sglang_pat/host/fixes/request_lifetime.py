@@ -187,12 +187,12 @@ class TrackingTokenizerManager(StockTokenizerManager):
     def _pat_register_segment(self, rid: str, state: ReqState, obj: Any) -> None:
         """Register a part of ``obj``, or a copy of a part: for n > 1 its prompt, then each response."""
         copied = getattr(obj, "pat_names", ())
-        given, prompt = state.obj.pat_names = copied or (obj.pat_given, rid)
+        client_rid, prompt = state.obj.pat_names = copied or (obj.pat_given, rid)
         number = state.obj.pat_number = obj.pat_number
         state.pat_sent = state.pat_left = False
         state.pat_inside = number in self._pat_inside
         self._pat_parts[number][rid] = state
-        for name in {given, prompt} - {rid, ""}:
+        for name in {client_rid, prompt} - {rid, ""}:
             self._pat_named.setdefault(name, {})[rid] = state
         if copied and (origin := self._pat_parts[number].get(prompt)) is not None and origin.finished:
             self._pat_end_unsent([state])

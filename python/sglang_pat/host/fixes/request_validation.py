@@ -96,15 +96,15 @@ class Sampling(msgspec.Struct, forbid_unknown_fields=True):
     sampling_seed: Annotated[int, msgspec.Meta(ge=-INT64, le=INT64)] | None = None
 
 
-def check_sampling_params(given: Any) -> dict[str, Any]:
-    """``given`` with every value in SGLang's own type: 16.0 and true are 16 and 1, as SGLang takes them.
+def check_sampling_params(options: Any) -> dict[str, Any]:
+    """``options`` with every value in SGLang's own type: 16.0 and true are 16 and 1, as SGLang takes them.
 
     Raises:
         ValueError: a value that SGLang does not take, or would die of.
     """
-    if not isinstance(given, dict):
-        raise ValueError(f"sampling_params is {_shorten(given)}, must be an object")
-    plain = {name: int(value) if isinstance(value, bool) else value for name, value in given.items()}
+    if not isinstance(options, dict):
+        raise ValueError(f"sampling_params is {_shorten(options)}, must be an object")
+    plain = {name: int(value) if isinstance(value, bool) else value for name, value in options.items()}
     if isinstance(limit := plain.get("max_new_tokens"), int):
         plain["max_new_tokens"] = min(limit, INT32)  # SGLang lowers it to what there is room for
     if isinstance(ids := plain.get("stop_token_ids"), list | tuple | set):
@@ -127,8 +127,8 @@ def _check_texts(name: str, texts: str | Sequence[str], most: int) -> None:
     texts = [texts] if isinstance(texts, str) else texts
     if len(texts) > MAX_STOPS:
         raise ValueError(f"sampling_params.{name}: {len(texts)} of them, at most {MAX_STOPS} are allowed")
-    if (given := sum(map(len, texts))) > most:
-        raise ValueError(f"sampling_params.{name}: {given} characters, at most {most} are allowed")
+    if (characters := sum(map(len, texts))) > most:
+        raise ValueError(f"sampling_params.{name}: {characters} characters, at most {most} are allowed")
     if name == "stop_regex":
         check_patterns(texts)
     elif name != "stop":
@@ -142,14 +142,14 @@ def _check_custom_params(value: dict[str, Any] | None) -> None:
     if _measure_depth(value) > MAX_DEPTH:
         raise ValueError(f"sampling_params.custom_params: nested more than {MAX_DEPTH} deep; flatten it")
     for name, least in ((LIMIT_PARAM, 1), (GENERATED_PARAM, 0), (DRAFTS_PARAM, 0)):
-        if (given := (value or {}).get(name)) is not None:
-            check_whole(f"sampling_params.custom_params.{name}", given, least)
-    if (given := (value or {}).get(ROUND_PARAM)) is not None:
+        if (number := (value or {}).get(name)) is not None:
+            check_whole(f"sampling_params.custom_params.{name}", number, least)
+    if (round_name := (value or {}).get(ROUND_PARAM)) is not None:
         try:
-            msgspec.convert(given, ClientName)
+            msgspec.convert(round_name, ClientName)
         except msgspec.ValidationError:
             raise ValueError(
-                f"sampling_params.custom_params.{ROUND_PARAM} is {_shorten(given)}, must be the name of a round: "
+                f"sampling_params.custom_params.{ROUND_PARAM} is {_shorten(round_name)}, must be the name of a round: "
                 "1 to 64 letters, digits, _ or -"
             ) from None
 
@@ -176,15 +176,15 @@ def check_request(obj: GenerateReqInput | EmbeddingReqInput, path: str | None) -
     if obj.input_embeds is not None:
         raise ValueError("input_embeds: not with --adaptive-tp, which takes prompts along as tokens; use input_ids")
     check_text(obj.text)
-    given = obj.sampling_params
-    if given == []:
+    options = obj.sampling_params
+    if options == []:
         raise ValueError("sampling_params is an empty list; give one object for each prompt, or a single one")
-    if isinstance(given, list):
-        check_patterns_together(given)
-        every = obj.sampling_params = [check_sampling_params(one) for one in given]
+    if isinstance(options, list):
+        check_patterns_together(options)
+        every = obj.sampling_params = [check_sampling_params(one) for one in options]
     else:
-        every = [check_sampling_params({} if given is None else given)]
-        obj.sampling_params = None if given is None else every[0]
+        every = [check_sampling_params({} if options is None else options)]
+        obj.sampling_params = None if options is None else every[0]
     for params in every:
         if "n" in params:
             params["n"] = params["n"] or 1
@@ -200,8 +200,8 @@ def check_request(obj: GenerateReqInput | EmbeddingReqInput, path: str | None) -
 
 def check_patterns_together(every: Sequence[Any]) -> None:
     """Check the patterns of all samples of a request together: the server's event loop parses them."""
-    given = [params.get("stop_regex") for params in every if isinstance(params, dict)]
-    texts = {text for one in given for text in (one if isinstance(one, list) else [one]) if isinstance(text, str)}
+    patterns = [params.get("stop_regex") for params in every if isinstance(params, dict)]
+    texts = {text for one in patterns for text in (one if isinstance(one, list) else [one]) if isinstance(text, str)}
     if sum(map(len, texts)) > MAX_OTHERS:
         raise ValueError(
             f"sampling_params.stop_regex: more than {MAX_OTHERS} characters for all samples together; "
@@ -236,8 +236,8 @@ def check_rid(rid: Any, health: bool = False) -> None:
 def drop_unknown_labels(obj: Any, args: Any) -> None:
     """Leave out the labels of ``obj`` that no metric of an engine with these arguments has."""
     if getattr(obj, "custom_labels", None) is not None:
-        known = args.tokenizer_metrics_allowed_custom_labels or ()
-        obj.custom_labels = {name: value for name, value in obj.custom_labels.items() if name in known} or None
+        labels = args.tokenizer_metrics_allowed_custom_labels or ()
+        obj.custom_labels = {name: value for name, value in obj.custom_labels.items() if name in labels} or None
 
 
 def find_route(request: Request) -> str:
@@ -292,12 +292,12 @@ def check_tokenized(req: TokenizedGenerateReqInput, vocab: int, tokenizer: Any, 
 def check_tokens(name: str, ids: Any, end: int) -> None:
     """Check that ``ids`` is a list of at least one whole number from 0 up to ``end``, which is excluded."""
     try:
-        found = np.frombuffer(array("q", ids), dtype=np.int64)
+        tokens = np.frombuffer(array("q", ids), dtype=np.int64)
     except (TypeError, OverflowError):
         raise ValueError(f"{name}: must be a list of whole numbers between 0 and {end - 1}") from None
-    if not len(found):
+    if not len(tokens):
         raise ValueError(f"{name}: is empty; give at least one token")
-    if not 0 <= (lowest := found.min()) <= (highest := found.max()) < end:
+    if not 0 <= (lowest := tokens.min()) <= (highest := tokens.max()) < end:
         wrong = lowest if lowest < 0 else highest
         raise ValueError(f"{name}: {wrong} is not between 0 and {end - 1}")
 

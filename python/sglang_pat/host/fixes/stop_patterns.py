@@ -60,8 +60,8 @@ def check_patterns(patterns: Sequence[str]) -> None:
     Raises:
         ValueError: no patterns, or more than :data:`MAX_CHARACTERS` or :data:`MAX_STEPS` together.
     """
-    if (given := sum(map(len, patterns))) > MAX_CHARACTERS:
-        raise ValueError(f"sampling_params.stop_regex: {given} characters, at most {MAX_CHARACTERS} are allowed")
+    if (characters := sum(map(len, patterns))) > MAX_CHARACTERS:
+        raise ValueError(f"sampling_params.stop_regex: {characters} characters, at most {MAX_CHARACTERS} are allowed")
     left = float(MAX_STEPS)
     for pattern in patterns:
         left -= count_steps(pattern)

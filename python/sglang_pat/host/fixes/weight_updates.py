@@ -85,16 +85,16 @@ class ExpectedWeights:
         return None if problem is None else f"{REFUSED}: {problem}"
 
     def _find_mismatches(self, tensors: Weights) -> Iterator[str | None]:
-        given: list[tuple[str, tuple[int, ...]]] = []
+        shapes: list[tuple[str, tuple[int, ...]]] = []
         misfit = None
         try:
             for name, tensor in self._names.translate(tensors):
-                given.append((name, tuple(tensor.shape)))
+                shapes.append((name, tuple(tensor.shape)))
         except ValueError as error:  # what came before it may not fit either
             misfit = str(error)
-        if new := [one for one in given if one not in self._fitting]:
+        if new := [one for one in shapes if one not in self._fitting]:
             self._note_fitting(new)
-        yield from (self._find_mismatch(name, shape) for name, shape in given)
+        yield from (self._find_mismatch(name, shape) for name, shape in shapes)
         yield misfit
 
     def _note_fitting(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> None:
@@ -189,19 +189,19 @@ class ExpectedWeights:
 @cache
 def read_checkpoint_shapes(folder: str) -> dict[str, tuple[int, ...]]:
     """Shapes of all tensors in the safetensors files of a folder; empty where there are no such files."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, "pt") as file:  # reads the header
-            found.update((name, tuple(file.get_slice(name).get_shape())) for name in file.keys())
-    return found
+            shapes.update((name, tuple(file.get_slice(name).get_shape())) for name in file.keys())
+    return shapes
 
 
 def _describe_unknown(name: str, whose: str) -> str:
     return f"the model has no tensor {name!r}; names must be {whose}"
 
 
-def _describe_wrong_shape(name: str, given: Sequence[int], whole: Sequence[int]) -> str:
-    return f"{name} has the shape {list(given)}, must be {list(whole)}"
+def _describe_wrong_shape(name: str, shape: Sequence[int], whole: Sequence[int]) -> str:
+    return f"{name} has the shape {list(shape)}, must be {list(whole)}"
 
 
 def list_shapes(tensors: Any, load_format: str | None) -> list[tuple[str, Sequence[int]]] | None:
@@ -239,14 +239,14 @@ class Receiver(Overlaid):
 
     def load_weights(self, weights: Weights) -> None:
         """Load ``weights`` if all fit, else raise ValueError, on which a sender of buckets over IPC sends no more."""
-        given = list(weights)
-        self.problem = self.problem or self._expected.find_problem((name, tensor.shape) for name, tensor in given)
+        tensors = list(weights)
+        self.problem = self.problem or self._expected.find_problem((name, tensor.shape) for name, tensor in tensors)
         if self.problem is not None:
             if self.loaded:
                 self.problem = self.problem.replace(REFUSED, BROKEN_OFF)
             raise ValueError(self.problem)
         self.loaded = True
-        cast("Loader", self._inner).load_weights(given)
+        cast("Loader", self._inner).load_weights(tensors)
 
     def check_lengths(self, names: Sequence[str], shapes: Sequence[Any]) -> None:
         """Take nothing if there are not as many ``shapes`` as ``names``: SGLang takes the first of them."""
@@ -289,8 +289,8 @@ class ExpectingTpModelWorker(TpModelWorker):
             monkey_patch_torch_reductions()
             open_with_retry()
             tensors = self._open(recv_req)
-            if (given := list_shapes(tensors, recv_req.load_format)) is not None:
-                problem = self.expected.find_problem(given, recv_req.load_format)
+            if (shapes := list_shapes(tensors, recv_req.load_format)) is not None:
+                problem = self.expected.find_problem(shapes, recv_req.load_format)
         except Exception as error:  # the other ranks wait to hear of it
             problem = f"{REFUSED}: {type(error).__name__}: {format_one_line(error)}"
         wrong = torch.tensor([problem is not None], dtype=torch.int32)

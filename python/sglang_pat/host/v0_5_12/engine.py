@@ -40,9 +40,9 @@ def patch(engine: Any, swap: Callable[[Callable], Callable]) -> None:
 
     @functools.wraps(fill_in)
     def remember(args: ServerArgs) -> None:
-        given = get_fields(args)
+        fields = get_fields(args)
         fill_in(args)
-        vars(args).update({_AS_GIVEN: given, _FILLED_IN: get_fields(args)})
+        vars(args).update({_AS_GIVEN: fields, _FILLED_IN: get_fields(args)})
 
     assign(ServerArgs, __post_init__=remember)
 
@@ -63,8 +63,8 @@ def get_given_fields(args: ServerArgs) -> dict[str, Any]:
     """The fields of ``args`` without what SGLang chose, which it would choose otherwise for another layout."""
     now = get_fields(args)
     if _AS_GIVEN in vars(args):
-        given, filled_in = vars(args)[_AS_GIVEN], vars(args)[_FILLED_IN]
+        fields, filled_in = vars(args)[_AS_GIVEN], vars(args)[_FILLED_IN]
     else:  # made before we came: what SGLang chooses for the least that can be said
         least = type(args)(model_path=args.model_path, tp_size=args.tp_size, dp_size=args.dp_size, device=args.device)
-        given, filled_in = vars(least)[_AS_GIVEN], vars(least)[_FILLED_IN]
-    return given | {name: value for name, value in now.items() if value != filled_in[name]}
+        fields, filled_in = vars(least)[_AS_GIVEN], vars(least)[_FILLED_IN]
+    return fields | {name: value for name, value in now.items() if value != filled_in[name]}

@@ -28,8 +28,8 @@ def group_by_outputs(reqs: list[Req]) -> list[list[Req]]:
         return [reqs]
     parts: dict[tuple[Any, ...], list[Req]] = {}
     for req in reqs:
-        asked = req.return_hidden_states, req.return_routed_experts, *(req.customized_info or ())
-        parts.setdefault(asked, []).append(req)
+        kinds = req.return_hidden_states, req.return_routed_experts, *(req.customized_info or ())
+        parts.setdefault(kinds, []).append(req)
     return list(parts.values())
 
 
@@ -45,11 +45,11 @@ class OwnRows:
     """
 
     def __init__(self, states: torch.Tensor, batch: ScheduleBatch, lengths: Sequence[int]) -> None:
-        found = []
+        parts = []
         for req, rows in zip(batch.reqs, states[: sum(lengths)].split(list(lengths)), strict=True):
             if req.return_hidden_states and not (req.finished() or req.is_retracted or req.is_chunked > 0):
-                found.append(rows[-1] if req.output_ids else rows)
-        self._rows = iter(found)
+                parts.append(rows[-1] if req.output_ids else rows)
+        self._rows = iter(parts)
 
     def __getitem__(self, _: slice) -> torch.Tensor:
         return next(self._rows)
@@ -60,6 +60,6 @@ def complete_token_ids(batch: ScheduleBatch) -> None:
 
     A rank of SGLang (0.5.12) dies of None beside a list.  Replicas that had one kind each become one batch in a switch.
     """
-    wanted = batch.token_ids_logprobs
-    if wanted and any(ids is not None for ids in wanted):
-        assign(batch, token_ids_logprobs=[ids or [] for ids in wanted])
+    token_ids = batch.token_ids_logprobs
+    if token_ids and any(ids is not None for ids in token_ids):
+        assign(batch, token_ids_logprobs=[ids or [] for ids in token_ids])

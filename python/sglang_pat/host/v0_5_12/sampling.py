@@ -47,14 +47,14 @@ AT_ONCE = {penaltylib.BatchedMinNewTokensPenalizer: BatchedMinNewTokensAtOnce}
 def make_sampling_info(batch: ScheduleBatch) -> SamplingBatchInfo:
     """SGLang's sampling state of ``batch``; it would write each entry of a ``logit_bias`` by itself."""
     vocab, params = batch.model_config.vocab_size, [req.sampling_params for req in batch.reqs]
-    biases = [given.logit_bias for given in params]
+    biases = [one.logit_bias for one in params]
     try:
-        for given in params:
-            assign(given, logit_bias=None)
+        for entry in params:
+            assign(entry, logit_bias=None)
         info = SamplingBatchInfo.from_schedule_batch(batch, vocab)
     finally:
-        for given, bias in zip(params, biases, strict=True):
-            assign(given, logit_bias=bias)
+        for entry, bias in zip(params, biases, strict=True):
+            assign(entry, logit_bias=bias)
     if any(bias is not None for bias in biases):
         assign(info, logit_bias=_make_logit_bias(biases, vocab, batch.device))
     return info
@@ -65,9 +65,9 @@ def _make_logit_bias(biases: Sequence[Mapping[str, float] | None], vocab: int, d
     rows = [{int(token): value for token, value in (bias or {}).items()} for bias in biases]
     place = [row * vocab + token for row, bias in enumerate(rows) for token in bias]
     values = list(chain.from_iterable(bias.values() for bias in rows))
-    found = torch.zeros((len(rows), vocab), dtype=torch.float32, device=device)
-    found.view(-1)[upload(place, torch.int64, device)] = upload(values, torch.float32, device)
-    return found
+    tensor = torch.zeros((len(rows), vocab), dtype=torch.float32, device=device)
+    tensor.view(-1)[upload(place, torch.int64, device)] = upload(values, torch.float32, device)
+    return tensor
 
 
 # -- grammars ----------------------------------------------------------------------------------------------------------

@@ -61,6 +61,6 @@ def read_engine() -> Any:
     return SimpleNamespace(**vars(args) | {"model_config": args.get_model_config()})
 
 
-def get_batch(found: Any) -> Any:
+def get_batch(step: Any) -> Any:
     """The batch in what the scheduler has chosen as its next step."""
-    return found
+    return step

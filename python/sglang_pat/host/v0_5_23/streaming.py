@@ -67,6 +67,6 @@ def read_engine() -> Any:
     return SimpleNamespace(**arguments.get_fields(get_server_args()) | more)
 
 
-def get_batch(found: Any) -> Any:
+def get_batch(step: Any) -> Any:
     """The batch in what the scheduler has chosen as its next step."""
-    return found.batch_to_run
+    return step.batch_to_run
