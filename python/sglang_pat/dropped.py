@@ -87,9 +87,9 @@ class ReadableSocket:
 
     def recv_pyobj(self, flags: int = 0) -> Any:
         """Raises ``zmq.ZMQError`` as the socket does."""
-        while not (found := read(self._socket.recv(flags), self._dropped)):
+        while not (objects := read(self._socket.recv(flags), self._dropped)):
             pass
-        return found[0]
+        return objects[0]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._socket, name)

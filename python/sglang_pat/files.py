@@ -70,29 +70,29 @@ def convert(value: Any, kind: type[Kind], dec_hook: Callable[[type, Any], Any] |
     try:
         return msgspec.convert(value, kind, dec_hook=dec_hook, str_keys=True)
     except msgspec.ValidationError as error:
-        said = str(error)
+        message = str(error)
     except OverflowError as error:
         raise ValueError(f"a number in it is too large: {error}") from None
-    found = _WHERE.search(said)
-    what = _simplify_message(said[: found.start()] if found else said)
-    if found is None:
+    place = _WHERE.search(message)
+    what = _simplify_message(message[: place.start()] if place else message)
+    if place is None:
         raise ValueError(what)
-    raise make_field_error(found.group(2).lstrip("."), _get_at_path(value, found.group(2)), what)
+    raise make_field_error(place.group(2).lstrip("."), _get_at_path(value, place.group(2)), what)
 
 
-def make_field_error(field: str, given: Any, expected: str) -> ValueError:
+def make_field_error(field: str, value: Any, expected: str) -> ValueError:
     """The error of a field: what it is, and what was expected; of lists and objects only the latter."""
-    if given is None or isinstance(given, bool | int | float | str):
-        shown = msgspec.json.encode(given).decode() if not isinstance(given, int) else str(given).lower()
+    if value is None or isinstance(value, bool | int | float | str):
+        shown = msgspec.json.encode(value).decode() if not isinstance(value, int) else str(value).lower()
         shown = shown if len(shown) <= SHOWN else shown[:SHOWN] + "…"
         return ValueError(f"{field} is {shown}: {expected}")
     return ValueError(f"{field}: {expected}")
 
 
-def _simplify_message(said: str) -> str:
+def _simplify_message(message: str) -> str:
     """What msgspec says, as part of a sentence."""
-    said = " ".join(said.replace("`", "").split())
-    return said[:1].lower() + said[1:]
+    message = " ".join(message.replace("`", "").split())
+    return message[:1].lower() + message[1:]
 
 
 def _get_at_path(value: Any, path: str) -> Any:

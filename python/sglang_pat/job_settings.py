@@ -15,20 +15,20 @@ from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory.shapes import ModelShape, read_config
 
 
-def check(given: Mapping[str, Any], ranks: int, where: str) -> AdaptiveConfig:
+def check(values: Mapping[str, Any], ranks: int, where: str) -> AdaptiveConfig:
     """Refuse what an engine of ``ranks`` would refuse, as far as that can be said without its model.
 
     Args:
-        given: settings by name, of one engine; ``where`` they were given, for the message.
+        values: settings by name, of one engine; ``where`` they stand, for the message.
 
     Raises:
         ValueError: an unknown setting, a wrong value, a file that cannot be used on this machine; one line.
     """
-    found = settings.parse_fields(given, where)
-    base = found.pop(settings.BASE_TP.name, settings.BASE_TP.default)
+    fields = settings.parse_fields(values, where)
+    base = fields.pop(settings.BASE_TP.name, settings.BASE_TP.default)
     layout = ParallelLayout(*settings.compute_base_layout(base, ranks, where))
     try:
-        config = settings.make_configuration(found, layout)
+        config = settings.make_configuration(fields, layout)
         read_files(config)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
@@ -42,42 +42,42 @@ def check_model(model: str, config: AdaptiveConfig, where: str) -> None:
         model: a folder, or a name in the Hugging Face cache; one that is not on this machine passes.
     """
     try:
-        found = read_config(model)
+        model_config = read_config(model)
     except ValueError:
         return  # whoever loads it says what is wrong with it
-    refuse_config(found, f"{where} {model}")
+    refuse_config(model_config, f"{where} {model}")
     try:
-        shape = ModelShape.from_config(found)
+        shape = ModelShape.from_config(model_config)
     except ValueError:
         return  # a size that is left to the model's class
-    asked = config.layouts if config.degrees else config.layouts[:1]
-    for layout in asked:
+    layouts = config.layouts if config.degrees else config.layouts[:1]
+    for layout in layouts:
         if why := shape.find_reason_against_degree(layout.tp):
             raise ValueError(f"{where} {model}: tp={layout.tp} {why}; choose other degrees (base_tp, candidates)")
 
 
-def check_routed_experts(model: str, asked: str) -> None:
+def check_routed_experts(model: str, source: str) -> None:
     """Raise ``ValueError`` for a model whose routed experts an engine cannot return; as :func:`check_model`.
 
     Args:
-        asked: what asks for them, for the message.
+        source: what asks for them, for the message.
     """
     try:
-        found = read_config(model)
+        model_config = read_config(model)
     except ValueError:
         return
-    refuse_routed_experts(found.get("architectures"), asked)
+    refuse_routed_experts(model_config.get("architectures"), source)
 
 
-def check_flags(given: Mapping[str, Any], where: str) -> None:
+def check_flags(arguments: Mapping[str, Any], where: str) -> None:
     """Raise ``ValueError`` for SGLang's own arguments that an engine would refuse.
 
     Args:
-        given: by name; ``where``, for the message: what stands before a name.
+        arguments: by name; ``where``, for the message: what stands before a name.
     """
     for refusal in REFUSED:
-        value = given.get(refusal.field)
-        if refusal.field in given and value not in refusal.allowed:
+        value = arguments.get(refusal.field)
+        if refusal.field in arguments and value not in refusal.allowed:
             raise ValueError(
                 f"{where}{refusal.field} is {value!r}, which an adaptive engine does not support "
                 f"({refusal.reason}): {refusal.advice}"

@@ -98,9 +98,9 @@ def launch(argv: list[str]) -> None:
     from sglang_pat.server.http import add_routes
 
     try:
-        given = parse_args(argv)
-        check_port(given.host, given.port)
-        server_args = prepare_start(given)
+        arguments = parse_args(argv)
+        check_port(arguments.host, arguments.port)
+        server_args = prepare_start(arguments)
     except (ValueError, AssertionError, OSError, SGLangMismatch) as error:
         logger.debug("refused", exc_info=True)
         sys.exit(f"error: {format_one_line(error)}")

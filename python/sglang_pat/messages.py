@@ -293,11 +293,11 @@ class BeginRound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError(f"prompts is {self.prompts}, of {self.requests} requests: give at most as many")
 
     @classmethod
-    def of_size(cls, prompts: int, responses: int, **about: Any) -> BeginRound:
+    def of_size(cls, prompts: int, responses: int, **more: Any) -> BeginRound:
         """A round of ``responses`` responses to each of ``prompts`` prompts; of unknown size, if policies do not
         compute with so many."""
         requests = prompts * responses
-        return cls(**about) if requests > MOST_IN_ROUND else cls(requests=requests, prompts=prompts, **about)
+        return cls(**more) if requests > MOST_IN_ROUND else cls(requests=requests, prompts=prompts, **more)
 
 
 class EndRound(msgspec.Struct, frozen=True, kw_only=True):

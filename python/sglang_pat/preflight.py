@@ -141,9 +141,9 @@ def _read_profile(path: str | None, base: ParallelLayout) -> Profile | None:
     if path is None:
         return None
     profile = load(path, complete=True)
-    found = ParallelLayout(profile.fingerprint.base_tp, profile.fingerprint.num_ranks // profile.fingerprint.base_tp)
-    if found != base:
-        raise ValueError(f"--pat-profile {path} is of {found}, not of {base}: give another, or other --tp and --dp")
+    profiled = ParallelLayout(profile.fingerprint.base_tp, profile.fingerprint.num_ranks // profile.fingerprint.base_tp)
+    if profiled != base:
+        raise ValueError(f"--pat-profile {path} is of {profiled}, not of {base}: give another, or other --tp and --dp")
     return profile
 
 
@@ -172,8 +172,8 @@ def report() -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    about = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m sglang_pat.preflight", description=about)
+    summary = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m sglang_pat.preflight", description=summary)
     parser.add_argument("--model-path", help="print the memory plan of this model")
     parser.add_argument("--tp", type=int, default=1, help="TP degree of the base layout (default 1)")
     parser.add_argument("--dp", type=int, default=1, help="replicas of the base layout (default 1)")

@@ -222,8 +222,8 @@ def _draw(result: Replayed, path: Path) -> None:
     try:
         timeline.draw(result.seen, result.figures, path)
     except (OSError, ValueError) as error:
-        said = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"--picture {path}: {said}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"--picture {path}: {reason}") from None
     print(f"picture: {path}")
 
 

@@ -208,8 +208,8 @@ def read_environment() -> dict[str, str]:
     return values
 
 
-def parse_fields(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Fields of ``AdaptiveServerArgs`` from settings by name; ``where`` they were given, for the message.
+def parse_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Fields of ``AdaptiveServerArgs`` from settings by name; ``where`` they stand, for the message.
 
     ``base_tp`` comes back under its own name.
 
@@ -217,7 +217,7 @@ def parse_fields(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         ValueError: an unknown setting, a value of the wrong type or none of the choices; one line.
     """
     fields: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in values.items():
         setting = _NAMED.get(name)
         if setting is None:
             raise ValueError(_describe_unknown(name, where))
@@ -239,7 +239,7 @@ def _describe_unknown(name: str, where: str) -> str:
 
 
 def make_configuration(
-    found: Mapping[str, Any], base: ParallelLayout, max_running: int | None = None
+    fields: Mapping[str, Any], base: ParallelLayout, max_running: int | None = None
 ) -> AdaptiveConfig:
     """The configuration of an engine with these fields of ``AdaptiveServerArgs``; those that lack have their default.
 
@@ -250,7 +250,7 @@ def make_configuration(
     Raises:
         ValueError: as ``AdaptiveConfig``, and for candidates that are no numbers.
     """
-    values = {setting.name: found.get(setting.field, setting.default) for setting in SETTINGS}
+    values = {setting.name: fields.get(setting.field, setting.default) for setting in SETTINGS}
     degrees, policy = values.pop("candidates"), values.pop("policy")
     del values["cpu_overlap"]  # it becomes an argument of SGLang's
     policy = policy or ("survival" if values["profile"] else "threshold")
@@ -267,12 +267,12 @@ def compute_base_layout(base_tp: int, ranks: int, where: str) -> tuple[int, int]
     return layout.tp, layout.dp
 
 
-def make_engine_settings(given: Mapping[str, Any], number: int) -> dict[str, Any]:
+def make_engine_settings(values: Mapping[str, Any], number: int) -> dict[str, Any]:
     """The settings of one engine of several: each writes its own decision log, ``log.0.jsonl`` for ``log.jsonl``."""
-    if not (log := given.get("log")):
-        return dict(given)
+    if not (log := values.get("log")):
+        return dict(values)
     path = Path(str(log))
-    return {**given, "log": str(path.with_name(f"{path.stem}.{number}{path.suffix}"))}
+    return {**values, "log": str(path.with_name(f"{path.stem}.{number}{path.suffix}"))}
 
 
 def format_divisors(count: int) -> str:

@@ -243,8 +243,8 @@ class MemoryPlan:
     def static_fraction(self) -> float:
         """Weights and KV as a share of what a rank on a GPU finds free once its groups stand (SGLang's measure)."""
         parts = self.parts
-        found = self.supply.free - count_process_bytes(self.demand, self.supply)
-        return (parts["weights"] + parts["other weights"] + parts["KV"]) / found
+        free = self.supply.free - count_process_bytes(self.demand, self.supply)
+        return (parts["weights"] + parts["other weights"] + parts["KV"]) / free
 
     @property
     def kept(self) -> int:
@@ -325,8 +325,8 @@ def compute_max_tokens(demand: Demand, supply: Supply, reserve: int | None = Non
     """
     reserve = demand.count_activation_bytes() if reserve is None else reserve
     sizes = range(supply.free // demand.shape.kv_bytes(demand.base.tp) + 1)
-    found = bisect_right(sizes, supply.free, key=lambda tokens: count_needed_bytes(demand, supply, tokens, reserve))
-    return max(0, found - 1)
+    fitting = bisect_right(sizes, supply.free, key=lambda tokens: count_needed_bytes(demand, supply, tokens, reserve))
+    return max(0, fitting - 1)
 
 
 def choose_tokens(demand: Demand, supply: Supply) -> int | None:
@@ -339,10 +339,10 @@ def choose_tokens(demand: Demand, supply: Supply) -> int | None:
     if most < MIN_TOKENS:
         return None
     if supply.kind == "cpu":
-        wanted = min(int(most * CPU_SHARE), CPU_TOKENS)
+        tokens = min(int(most * CPU_SHARE), CPU_TOKENS)
     else:
-        wanted = compute_max_tokens(demand, supply, compute_default_reserve(demand, supply))
-    return max(wanted // TOKEN_STEP * TOKEN_STEP, MIN_TOKENS)
+        tokens = compute_max_tokens(demand, supply, compute_default_reserve(demand, supply))
+    return max(tokens // TOKEN_STEP * TOKEN_STEP, MIN_TOKENS)
 
 
 def compute_tokens_by_fraction(demand: Demand, supply: Supply) -> int:
@@ -383,14 +383,14 @@ def _refusal(demand: Demand, supply: Supply) -> str:
     """The line for a demand that does not fit: what it needs, what is free, what would fit."""
     most = compute_max_tokens(demand, supply) // TOKEN_STEP * TOKEN_STEP
     if demand.tokens is None and demand.fraction is not None and most >= MIN_TOKENS:
-        asked = compute_tokens_by_fraction(demand, supply)
+        tokens = compute_tokens_by_fraction(demand, supply)
         return (
-            f"--mem-fraction-static {demand.fraction:g} leaves room for {asked} KV tokens a replica, "
+            f"--mem-fraction-static {demand.fraction:g} leaves room for {tokens} KV tokens a replica, "
             f"{MIN_TOKENS} to {most} fit: leave it out"
         )
-    given = "" if demand.tokens is None else f" --max-total-tokens {demand.tokens}"
+    flag = "" if demand.tokens is None else f" --max-total-tokens {demand.tokens}"
     need = format_size(count_needed_bytes(demand, supply, demand.tokens or MIN_TOKENS, demand.count_activation_bytes()))
-    line = f"{format_flags(demand.base)}{given} needs {need}, {supply.owner} {format_size(supply.free)} free"
+    line = f"{format_flags(demand.base)}{flag} needs {need}, {supply.owner} {format_size(supply.free)} free"
     if most >= MIN_TOKENS:
         return f"{line}; --max-total-tokens {most} would fit"
     for layout in list_candidate_layouts(demand.base)[1:]:
@@ -465,8 +465,8 @@ def find_better_base(plan: MemoryPlan, profile: Profile | None = None) -> Better
 def _find_lowest(values: Mapping[ParallelLayout, float], more: float, enough: float) -> ParallelLayout | None:
     """The lowest degree with ``enough`` of the largest value, if that is ``more`` times the first one's, which is 1."""
     most = max(values.values())
-    found = min((layout for layout, value in values.items() if value >= enough * most), key=lambda layout: layout.tp)
-    return found if values[found] >= more else None
+    lowest = min((layout for layout, value in values.items() if value >= enough * most), key=lambda layout: layout.tp)
+    return lowest if values[lowest] >= more else None
 
 
 def _compute_full_speed(plan: MemoryPlan, base: ParallelLayout, tokens: int, predictor: Predictor) -> float:

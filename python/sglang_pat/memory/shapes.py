@@ -176,11 +176,11 @@ class ModelShape:
 
 
 def _read_size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    given = (config.get(known) for known in (name, *OTHER_NAMES.get(name, ())))
-    value = next((size for size in given if size is not None), default)
+    sizes = (config.get(alias) for alias in (name, *OTHER_NAMES.get(name, ())))
+    value = next((size for size in sizes if size is not None), default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        found = "is missing" if value is None else f"is {value!r}"
-        raise ValueError(f"the model's config.json: {name} {found}, must be a positive integer")
+        problem = "is missing" if value is None else f"is {value!r}"
+        raise ValueError(f"the model's config.json: {name} {problem}, must be a positive integer")
     return value
 
 
