@@ -65,7 +65,7 @@ def test_arguments_of_an_engine(engine):
     assert "RolloutRayActor.options(" in source, "the actor's class is looked up when engines are made"
     given = inspect.signature(RolloutActor.__ray_metadata__.modified_class.__init__).parameters
     named = {name for name, parameter in given.items() if parameter.kind is parameter.KEYWORD_ONLY}
-    named -= {"given", "_ray_trace_ctx"}  # our own, and Ray's
+    named -= {"job_arguments", "_ray_trace_ctx"}  # our own, and Ray's
     missing = [name for name in named if f'"{name}"' not in source and f"{name}=" not in source]
     assert not missing, "not given any more"
 

@@ -107,5 +107,6 @@ def test_each_engine_writes_its_own_log(monkeypatch):
     launcher = Launcher(GivenArguments(pat={"log": "/tmp/decisions.jsonl", "kv": "auto"}))
     for bundles in (None, None, [0, 2, 4, 6], [1, 3, 5, 7]):
         launcher.options(num_gpus=1).remote(tensor_parallel_size=len(bundles or [0]), bundle_indices=bundles)
-    assert [one["given"].pat["log"] for one in made] == [f"/tmp/decisions.{number}.jsonl" for number in range(4)]
+    logs = [one["job_arguments"].pat["log"] for one in made]
+    assert logs == [f"/tmp/decisions.{number}.jsonl" for number in range(4)]
     assert all(one["options"] == {"num_gpus": 1, "max_concurrency": CALLS} for one in made)

@@ -54,7 +54,7 @@ class RolloutActor:
     async def __init__(
         self,
         *,
-        given: GivenArguments,
+        job_arguments: GivenArguments,
         model: str,
         tensor_parallel_size: int,
         seed: int,
@@ -80,7 +80,7 @@ class RolloutActor:
         own = _load_agent_executor(agent_func_path) if agent_func_path else None
         self.executor = own or SingleTurnAgentExecutor(remote_rm_url)
         self._gpus = _set_visible_gpus(tensor_parallel_size, bundle_indices, num_gpus)
-        attach(given.pat, WHERE)
+        attach(job_arguments.pat, WHERE)
         arguments: dict[str, Any] = {
             "model_path": model,
             "tp_size": tensor_parallel_size,
@@ -95,7 +95,7 @@ class RolloutActor:
             "enable_weights_cpu_backup": enable_sleep_mode,
             "log_level": "error",
         }
-        self._engine = InProcessEngine(arguments | given.sglang)
+        self._engine = InProcessEngine(arguments | job_arguments.sglang)
         self._ranks = tensor_parallel_size
         self._asleep: set[str] = set()
         self._unfinished = 0

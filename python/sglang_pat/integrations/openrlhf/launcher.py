@@ -17,8 +17,8 @@ from sglang_pat.integrations.openrlhf.given import GivenArguments
 class Launcher:
     """Stands for ``openrlhf.trainer.ray.vllm_engine.RolloutRayActor``."""
 
-    def __init__(self, given: GivenArguments) -> None:
-        self._given, self._numbers = given, itertools.count()
+    def __init__(self, job_arguments: GivenArguments) -> None:
+        self._given, self._numbers = job_arguments, itertools.count()
 
     def options(self, **options: Any) -> SimpleNamespace:
         def remote(**kwargs: Any) -> Any:
@@ -26,13 +26,13 @@ class Launcher:
 
             actor: Any = RolloutActor  # what ray made of the class
             return actor.options(max_concurrency=CALLS, **options).remote(
-                given=self._given.for_engine(next(self._numbers)), **kwargs
+                job_arguments=self._given.for_engine(next(self._numbers)), **kwargs
             )
 
         return SimpleNamespace(remote=remote)
 
 
-def install(given: GivenArguments) -> None:
+def install(job_arguments: GivenArguments) -> None:
     """Have OpenRLHF's ``create_vllm_engines`` make adaptive engines, and wait until all of them are up.
 
     Otherwise one that is refused would be waited for by the trainer, which has loaded its model by then and joins the
@@ -44,7 +44,7 @@ def install(given: GivenArguments) -> None:
 
     from sglang_pat.integrations.openrlhf.generator import RoundGenerator
 
-    vllm_engine.RolloutRayActor = Launcher(given)
+    vllm_engine.RolloutRayActor = Launcher(job_arguments)
     where_it_looks.create_vllm_engines = _wrap_create(where_it_looks.create_vllm_engines)
     # Ray hands the class of an actor on as it is here when the first one is made, and what it finds in its module.
     for trainer in (ppo_trainer.PPOTrainer, ppo_trainer_async.TrainingActor):

@@ -81,14 +81,14 @@ class SurvivingClient(LLMServerClient):
         """
         parts: list[TokenOutput] = []
         died: list[str] = []
-        had: list[str] = []
+        holders: list[str] = []
         at_once = 0
         while True:
-            known = [token for part in parts for token in part.token_ids]
-            params = self._leave_room(sampling_params, len(prompt_ids), len(known))
+            tokens = [token for part in parts for token in part.token_ids]
+            params = self._leave_room(sampling_params, len(prompt_ids), len(tokens))
             try:
                 output = await super().generate(
-                    request_id, prompt_ids=[*prompt_ids, *known], sampling_params=params, **named
+                    request_id, prompt_ids=[*prompt_ids, *tokens], sampling_params=params, **named
                 )
                 output = _join(parts, output) if parts else output
                 _parts.get([]).append(output)
@@ -97,34 +97,34 @@ class SurvivingClient(LLMServerClient):
                 died.append(death.name)
                 if death.had:  # else it was dead before
                     parts.append(death.output)
-                    had.append(death.name)
+                    holders.append(death.name)
                     at_once += not death.had_begun
             except RuntimeError as error:
                 if not died or "No available servers" not in str(error):
                     raise
                 raise RuntimeError(f"no engine is left: {' and '.join(died)} died, and all others before") from None
             await self._load_balancer.remove_servers.remote(died[-1:])
-            if len(had) == LIVES or at_once == FIRST_LIVES:
+            if len(holders) == LIVES or at_once == FIRST_LIVES:
                 raise RuntimeError(
-                    f"engines {' and '.join(had)} died while they had request {request_id}, {at_once} of them before "
-                    f"its first token, with a prompt of {len(prompt_ids)} tokens: it is not tried on another one; "
-                    "their logs say why they died"
+                    f"engines {' and '.join(holders)} died while they had request {request_id}, {at_once} of them "
+                    f"before its first token, with a prompt of {len(prompt_ids)} tokens: it is not tried on another "
+                    "one; their logs say why they died"
                 )
             if died[-1] not in _mourned:
                 _mourned.add(died[-1])
                 logger.warning("engine %s has died: its requests go on elsewhere, from their tokens", died[-1])
 
-    def _leave_room(self, given: dict[str, Any], prompt: int, known: int) -> dict[str, Any]:
-        """Sampling parameters of what comes after ``known`` tokens; with none, those given: verl's server has its own
+    def _leave_room(self, sampling_params: dict[str, Any], prompt: int, count: int) -> dict[str, Any]:
+        """Sampling parameters of what comes after ``count`` tokens; with none, those given: verl's server has its own
         limit, which depends on the prompt."""
-        params = dict(given)
-        if not known:
+        params = dict(sampling_params)
+        if not count:
             return params
         rollout = self.config.actor_rollout_ref.rollout
         limit = min(rollout.response_length, rollout.prompt_length + rollout.response_length - prompt)
         for name in ("max_tokens", "max_new_tokens"):
             limit = params.pop(name, limit)
-        return leave_room(params | {"max_new_tokens": limit}, known)
+        return leave_room(params | {"max_new_tokens": limit}, count)
 
 
 def _join(parts: Sequence[TokenOutput], last: TokenOutput) -> TokenOutput:

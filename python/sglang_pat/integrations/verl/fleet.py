@@ -151,9 +151,9 @@ class Fleet(CheckpointEngineManager):
         await self._take_started()
         begun, dead = time.monotonic(), self.list_dead()
         gone = await self._list_gone()
-        wanted = await self._count.get_wanted.remote() if self._count else len(self.replicas)
+        target = await self._count.get_wanted.remote() if self._count else len(self.replicas)
         staying = sorted((replica for replica in self.replicas if replica not in gone), key=lambda one: one in dead)
-        new, leaving = wanted - len(staying), [*gone, *staying[wanted:]]
+        new, leaving = target - len(staying), [*gone, *staying[target:]]
         if leaving and (why := self._find_why_fixed()):
             raise RuntimeError(f"the node of an engine is gone, and the job cannot go on without it: {why}")
         await asyncio.gather(*map(self._remove, leaving))
@@ -175,9 +175,9 @@ class Fleet(CheckpointEngineManager):
 
         Others than dead engines are asked only where there may be others in their place.
         """
-        asked = self.list_dead() if self._count is None or self._find_why_fixed() else self.replicas
-        lost = await asyncio.gather(*map(_has_lost_workers, asked))
-        return [replica for replica, is_gone in zip(asked, lost, strict=True) if is_gone]
+        replicas = self.list_dead() if self._count is None or self._find_why_fixed() else self.replicas
+        lost = await asyncio.gather(*map(_has_lost_workers, replicas))
+        return [replica for replica, is_gone in zip(replicas, lost, strict=True) if is_gone]
 
     def _find_why_fixed(self) -> str:
         """Why the number of engines cannot change; empty: it can."""

@@ -236,12 +236,12 @@ def read_tail_batching(config: DictConfig, where: str, mode: str) -> Rules | Non
     return rules
 
 
-def make_tail_batching_rules(given: Mapping[str, Any], where: str, **sizes: Any) -> Rules | None:
+def make_tail_batching_rules(options: Mapping[str, Any], where: str, **sizes: Any) -> Rules | None:
     """The admitter's rules by these options; arguments and errors as of :func:`read_tail_batching`."""
-    if unknown := sorted(set(given) - TAIL_BATCHING):
+    if unknown := sorted(set(options) - TAIL_BATCHING):
         raise ValueError(f"{where} has no option {unknown[0]!r}; choose from {', '.join(sorted(TAIL_BATCHING))}")
-    mode, modes = given.get("tail_batching"), ", ".join(TAIL_BATCHING_MODES)
-    others = {name: value for name, value in given.items() if name != "tail_batching"}
+    mode, modes = options.get("tail_batching"), ", ".join(TAIL_BATCHING_MODES)
+    others = {name: value for name, value in options.items() if name != "tail_batching"}
     if mode is None and others:
         raise ValueError(f"{where}.{min(others)} is given and tail_batching is not, must be {modes} or off")
     if mode in (None, False, "off"):

@@ -43,10 +43,10 @@ class EngineCount:
         """Take in how many there are after an update, and what Ray lacks for more."""
         self._present, self._lacks = present, lacks
 
-    def want(self, wanted: int) -> str:
+    def want(self, number: int) -> str:
         """Take in how many are wanted; returns why it is refused."""
         if not self._fixed:
-            self._wanted = wanted
+            self._wanted = number
         return self._fixed
 
     def describe(self) -> str:
@@ -89,16 +89,16 @@ def main(argv: list[str] | None = None) -> int:
         ray.shutdown()
 
 
-def _run(engines: int | None, given: str | None) -> int:
+def _run(engines: int | None, choice: str | None) -> int:
     actors = [actor["name"] for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
     jobs = sorted(name.removeprefix(_NAME) for name in actors if name.startswith(_NAME))
-    if given is not None and given not in jobs:
-        raise commands.UsageError(f"--job is {given}, must be one of {', '.join(jobs) or 'none'}")
+    if choice is not None and choice not in jobs:
+        raise commands.UsageError(f"--job is {choice}, must be one of {', '.join(jobs) or 'none'}")
     if not jobs:
         raise commands.UsageError("no job of this cluster has engines of ours with GPUs of their own")
-    if engines is not None and given is None and len(jobs) > 1:
+    if engines is not None and choice is None and len(jobs) > 1:
         raise commands.UsageError(f"there are {len(jobs)} jobs, say which: --job with one of {', '.join(jobs)}")
-    for job in jobs if given is None else [given]:
+    for job in jobs if choice is None else [choice]:
         count = ray.get_actor(_NAME + job, NAMESPACE)
         if engines is not None and (refused := ray.get(count.want.remote(engines))):
             raise commands.UsageError(f"job {job} keeps its number of engines: {refused}")

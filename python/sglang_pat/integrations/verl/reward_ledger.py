@@ -74,10 +74,10 @@ class RewardLedger:
             self._dropped, self._drops = frozenset(prompts), self._drops + 1
             self._news.notify_all()
 
-    async def wait_for_drop(self, known: int) -> tuple[int, frozenset[Prompt]]:
-        """Number and prompts of the last :meth:`drop`, as soon as it is another one than ``known``."""
+    async def wait_for_drop(self, number: int) -> tuple[int, frozenset[Prompt]]:
+        """Number and prompts of the last :meth:`drop`, as soon as it is another one than ``number``."""
         async with self._news:
-            await self._news.wait_for(lambda: self._drops != known)
+            await self._news.wait_for(lambda: self._drops != number)
             return self._drops, self._dropped
 
     # -- figures ---------------------------------------------------------------------------------------
@@ -92,8 +92,8 @@ class RewardLedger:
         """Figures of the step that ends now, :meth:`TimeLimits.take_metrics` among them; the next one begins."""
         figures, self._figures = self._figures, {}
         cases = self._limits.take_metrics()
-        known = {"cases", "rerun"} & cases.keys()  # a job without programs has none
-        return figures | ({f"cases/{name}": value for name, value in cases.items()} if known else {})
+        counts = {"cases", "rerun"} & cases.keys()  # a job without programs has none
+        return figures | ({f"cases/{name}": value for name, value in cases.items()} if counts else {})
 
     # -- time limits of test cases -----------------------------------------------------------------------
 

@@ -72,9 +72,9 @@ class ProgramScorer:
         return reward
 
     async def _get_limits(self, keys: Sequence[str]) -> dict[str, Sequence[float]]:
-        known = self._life  # before it asks: of several that ask a new ledger at once, none has a full answer
+        previous_life = self._life  # before it asks: of several that ask a new ledger at once, none has a full answer
         life, limits = await self._ledger.get_limits.remote(keys)
-        if life == known:
+        if life == previous_life:
             return {"time_limits": limits}
         self._life = life
         await self._ledger.restore_limits.remote(self._told.state_dict())

@@ -102,21 +102,21 @@ def get_filter_metric(config: DictConfig) -> str | None:
     return groups["metric"] if groups.get("enable") and groups["metric"] != "reward" else None
 
 
-def _read_mapping(given: Any, where: str, example: str) -> dict[str, Any]:
-    if given is None:
+def _read_mapping(settings: Any, where: str, example: str) -> dict[str, Any]:
+    if settings is None:
         return {}
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{where} is {given!r}, must be settings by name, e.g. {example}")
-    return dict(given)
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"{where} is {settings!r}, must be settings by name, e.g. {example}")
+    return dict(settings)
 
 
-def _refuse_unknown(given: Iterable[str], known: Iterable[str], where: str) -> None:
-    for name in sorted(set(given) - set(known)):
-        raise ValueError(f"{where} has no setting {name!r}; choose from {', '.join(known)}")
+def _refuse_unknown(names: Iterable[str], choices: Iterable[str], where: str) -> None:
+    for name in sorted(set(names) - set(choices)):
+        raise ValueError(f"{where} has no setting {name!r}; choose from {', '.join(choices)}")
 
 
-def _refuse_words(given: Mapping[str, Any], where: str) -> None:
-    for name, value in given.items():
+def _refuse_words(settings: Mapping[str, Any], where: str) -> None:
+    for name, value in settings.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"{where}.{name} is {value!r}, must be a number")
 
@@ -251,9 +251,9 @@ class PooledRewardManager(NaiveRewardManager):
         return {"reward_score": value, "reward_extra_info": dict.fromkeys(self._names, value) | {MISSING: True}}
 
     async def _watch_drops(self) -> None:
-        known = 0
+        number = 0
         while True:
-            known, self._dropped = await self._ledger.wait_for_drop.remote(known)
+            number, self._dropped = await self._ledger.wait_for_drop.remote(number)
             for prompt in self._dropped & self._running.keys():
                 for task in self._running[prompt]:
                     task.cancel()

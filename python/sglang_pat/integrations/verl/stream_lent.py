@@ -151,11 +151,11 @@ class LentRanks(Gpus):
         engines, is_new = self._trainer.engines.list_actors(), complete != self._asked_at
         self._asked_at = complete
         awake = [engine for engine in range(len(engines)) if engine not in self._left]
-        asked = [engine for engine in awake if self._lent.get(engine) or (engine not in self._lent and is_new)]
+        candidates = [engine for engine in awake if self._lent.get(engine) or (engine not in self._lent and is_new)]
         # Where useless groups are replaced, nobody knows what is still to come.
         may_leave = is_new and not step.buffer.filter_groups_metric
         last, others = self._describe_others(awake) if may_leave else (None, None)
-        if not asked and last is None:
+        if not candidates and last is None:
             return {}
         training = self._describe_training(step, complete, groups, len(engines))
         # One that has not lent expects all others to do as it does; one that has sees what ranks the trainer has.
@@ -165,11 +165,11 @@ class LentRanks(Gpus):
             engine: engines[engine].decide_lending.remote(
                 replace(as_lent if self._lent.get(engine) else training, others=others if engine == last else None)
             )
-            for engine in {*asked, *([] if last is None else [last])}
+            for engine in {*candidates, *([] if last is None else [last])}
         }
         moves = zip(calls, gather(calls.values()), strict=True)
         # The dead lend nothing.
-        return {one: move or Move.NEVER for one, move in moves if one in asked or move is Move.LEAVE}
+        return {one: move or Move.NEVER for one, move in moves if one in candidates or move is Move.LEAVE}
 
     def _describe_others(self, awake: Sequence[int]) -> tuple[int | None, Others | None]:
         """The engine that may leave, which has the fewest requests, and what the others have; None: none may."""
@@ -207,8 +207,8 @@ class LentRanks(Gpus):
 
     def _make_moves(self, moves: dict[int, Move], completion: float) -> None:
         lend, back, never, leave = (
-            [engine for engine, move in moves.items() if move == wanted]
-            for wanted in (Move.LEND, Move.TAKE_BACK, Move.NEVER, Move.LEAVE)
+            [engine for engine, move in moves.items() if move == kind]
+            for kind in (Move.LEND, Move.TAKE_BACK, Move.NEVER, Move.LEAVE)
         )
         self._lent |= {engine: [] for engine in never}
         if lend:

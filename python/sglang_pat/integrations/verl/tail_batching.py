@@ -160,8 +160,8 @@ class TailBatchingBuffer(ReplayBuffer):
 
     def begin(self, version: int) -> None:
         """Start a step's prompts."""
-        while wanted := self._admitter.wanted:
-            self._feed(wanted)
+        while prompts := self._admitter.wanted:
+            self._feed(prompts)
         self._taken, self._over, self._begun = [], False, time.monotonic()
         self._judged, self._evicted, self._stopped, self._rewarded_at = 0, {}, False, None
         self._failed.clear()
@@ -249,12 +249,12 @@ class TailBatchingBuffer(ReplayBuffer):
         for uid in useless:
             del self._rows[complete[uid].index]
         self._do(self._admitter.record_verdicts((key, uid not in useless) for uid, key in complete.items()))
-        taken, wanted = len(self._taken), self._admitter.rules.num_prompts
-        if taken < wanted and 0 < self._most_judged <= self._judged:
+        taken, num_prompts = len(self._taken), self._admitter.rules.num_prompts
+        if taken < num_prompts and 0 < self._most_judged <= self._judged:
             raise RuntimeError(
-                f"step {global_steps}: of {self._judged} groups {taken} are of use, must be {wanted}, and "
-                f"algorithm.filter_groups.max_num_gen_batches is {self._most_judged // wanted}: give other prompts, a "
-                "larger number, or 0 for no limit"
+                f"step {global_steps}: of {self._judged} groups {taken} are of use, must be {num_prompts}, and "
+                f"algorithm.filter_groups.max_num_gen_batches is {self._most_judged // num_prompts}: give other "
+                "prompts, a larger number, or 0 for no limit"
             )
 
     def _report_responses(self, trajectories: Mapping[str, Mapping[str, Any]], ended: set[str], stopped: bool) -> None:
