@@ -26,11 +26,11 @@ nothing is sent.  The kernel there answers, so a server that is busy or stopped 
 
 def make_socket(address: tuple[Any, ...]) -> socket.socket:
     """A socket for ``address`` (of ``getaddrinfo``), with :data:`KEEPALIVE`."""
-    made = socket.socket(*address[:3])
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock = socket.socket(*address[:3])
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEPALIVE.items():
-        made.setsockopt(socket.IPPROTO_TCP, option, value)
-    return made
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    return sock
 
 
 class RolloutClient(RolloutCalls):

@@ -134,12 +134,12 @@ class FleetBackend:
                 backend = self._at[rid] = server.backend
                 assert backend is not None
                 server.samples += 1
-                known = len(output.token_ids)
+                count = len(output.token_ids)
                 try:
                     more = await backend.generate(
                         rid,
-                        extend_prompt(prompt, output if known else None),
-                        leave_room(params, known) if known else params,
+                        extend_prompt(prompt, output if count else None),
+                        leave_room(params, count) if count else params,
                     )
                     output = output.concatenate(more)
                     break
@@ -205,10 +205,10 @@ class FleetBackend:
             server.backend, server.updates = backend, backend.count_updates()
 
     async def _leave_out_if_other(self, server: _Server) -> None:
-        backend, wanted = server.backend, self._weights
-        if backend is None or wanted is None or backend.weights.are(wanted):
+        backend, weights = server.backend, self._weights
+        if backend is None or weights is None or backend.weights.are(weights):
             return
-        why = f"it has {backend.weights}, others have {wanted}: send it the weights, with their weight_version"
+        why = f"it has {backend.weights}, others have {weights}: send it the weights, with their weight_version"
         if self._why.get(server.url) != why:
             logger.warning("%s gets no samples of this round: %s", server.url, why)
         self._why[server.url] = why

@@ -43,9 +43,9 @@ class EngineLost(ConnectionError):
     """A server is gone, or does not answer; ``had``: whether it had the sample, and may have died of it; ``output``:
     what it had sent of it."""
 
-    def __init__(self, message: str, had: bool, output: Output) -> None:
+    def __init__(self, message: str, had_sample: bool, output: Output) -> None:
         super().__init__(message)
-        self.had, self.output = had, output
+        self.had, self.output = had_sample, output
 
 
 class Weights(NamedTuple):
@@ -246,8 +246,8 @@ class HttpBackend:
             raise self._make_gone_error(error) from None
 
     def _make_lost_error(self, call: _SampleCall, message: str) -> EngineLost:
-        known = make_output(call.so_far, call.params, self._stop_tokens) if call.so_far is not None else Output()
-        return EngineLost(message, call.had, known)
+        output = make_output(call.so_far, call.params, self._stop_tokens) if call.so_far is not None else Output()
+        return EngineLost(message, call.had, output)
 
     def _make_gone_error(self, error: Exception) -> ConnectionError:
         return ConnectionError(f"{self._url} is gone, or cannot be reached: {error or type(error).__name__}")

@@ -23,5 +23,5 @@ def choose_rewarded(has_reward: Sequence[bool]) -> list[int]:
     One without a reward is not: nobody knows what it is worth.  The others are compared with each other alone.  One of
     several that is left alone has nothing to be compared with, and is left out, too.
     """
-    given = [index for index, has in enumerate(has_reward) if has]
-    return given if len(given) > 1 or len(has_reward) == 1 else []
+    indexes = [index for index, has in enumerate(has_reward) if has]
+    return indexes if len(indexes) > 1 or len(has_reward) == 1 else []

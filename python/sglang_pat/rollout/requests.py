@@ -37,8 +37,8 @@ WHOLE_ONLY = (
 
 def find_whole_only(params: Mapping[str, Any]) -> str | None:
     """The first of :data:`WHOLE_ONLY` that is given, and does anything; None: the response may come in pieces."""
-    given = (name for name in WHOLE_ONLY if params.get(name))
-    return next((name for name in given if (name, params[name]) != ("repetition_penalty", 1)), None)
+    names = (name for name in WHOLE_ONLY if params.get(name))
+    return next((name for name in names if (name, params[name]) != ("repetition_penalty", 1)), None)
 
 
 class Backend(Protocol):
@@ -78,13 +78,13 @@ class Backend(Protocol):
         ...
 
 
-def check_params(given: dict[str, Any], mode: str) -> dict[str, Any]:
+def check_params(sampling_params: dict[str, Any], mode: str) -> dict[str, Any]:
     """Sampling parameters of every sample, as far as rounds care: the engine checks the rest.
 
     Raises:
         ValueError: one line that names the parameter.
     """
-    params = {name: value for name, value in given.items() if value is not None}
+    params = {name: value for name, value in sampling_params.items() if value is not None}
     if params.get("n", 1) != 1:
         raise ValueError(f"sampling_params.n is {params['n']}, must be 1: num_responses says how many")
     for name, least in (("max_new_tokens", 1), ("min_new_tokens", 0), ("sampling_seed", None)):

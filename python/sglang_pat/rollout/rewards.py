@@ -130,13 +130,13 @@ class Rewards:
         return reward
 
 
-def check_reward(given: object, sample: SampleId) -> float:
+def check_reward(value: object, sample: SampleId) -> float:
     """What a reward function returned, as a number.  Raises ValueError: one line, it is none, or not finite."""
     try:
-        reward = math.nan if isinstance(given, str | bytes) else float(cast(SupportsFloat, given))
+        reward = math.nan if isinstance(value, str | bytes) else float(cast(SupportsFloat, value))
     except (TypeError, ValueError):
         reward = math.nan
     if not math.isfinite(reward):
         what = f"the reward of response {sample.number} to prompt {list(sample.key)}"
-        raise ValueError(f"{what} is {str(given)[:80]!r}, must be a finite number")
+        raise ValueError(f"{what} is {str(value)[:80]!r}, must be a finite number")
     return reward

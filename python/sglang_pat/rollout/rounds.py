@@ -127,19 +127,19 @@ class RolloutCalls(ABC):
         if reward is not None and not callable(reward):
             raise ValueError(f"reward is {reward!r}, must be a function of a response (rollout/rewards.py)")
         turns = EnvironmentCalls(environment, environment_seconds) if environment is not None else None
-        told = False
+        is_over = False
         async with self._connect() as backend:
             round_ = RolloutRound(admitter, backend, version, params, judge, more, turns, reward)
             self._watch(round_)
             try:
                 async with aclosing(aiter(round_)) as events:
                     async for event in events:
-                        told = isinstance(event, Summary)
+                        is_over = isinstance(event, Summary)
                         yield event
             finally:
                 round_.cancel()
                 await round_.wait()
-                if not told:
+                if not is_over:
                     round_.undo()
 
     @abstractmethod
@@ -210,10 +210,10 @@ class RolloutRound:
         self._telling = asyncio.ensure_future(self._tell(params))
         self._do(actions)
 
-    def tell(self, call: Callable[..., list[Action]], *about: Any) -> None:
+    def tell(self, call: Callable[..., list[Action]], *arguments: Any) -> None:
         """Tell the admitter something, by one of its methods; nothing happens if the round is over."""
         if self.summary is None:
-            self._do(call(*about))
+            self._do(call(*arguments))
 
     def undo(self) -> None:
         """Undo a round that is over and that nobody has read: its prompts are where they were.  Those that came during

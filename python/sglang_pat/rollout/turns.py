@@ -76,10 +76,10 @@ class EnvironmentCalls:
         Raises:
             TypeError, ValueError: the answer is none; the environment is wrong, and so would be all samples.
         """
-        asked = self._environment(turn)
-        if not inspect.isawaitable(asked):
-            raise TypeError(f"the environment gave {type(asked).__name__}, must be a coroutine function (async def)")
-        call = asyncio.ensure_future(asked)
+        reply = self._environment(turn)
+        if not inspect.isawaitable(reply):
+            raise TypeError(f"the environment gave {type(reply).__name__}, must be a coroutine function (async def)")
+        call = asyncio.ensure_future(reply)
         stop = self._stops[turn.sample] = asyncio.get_running_loop().create_future()
         await asyncio.wait({call, stop}, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED)
         del self._stops[turn.sample]
