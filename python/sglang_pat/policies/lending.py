@@ -597,14 +597,14 @@ def _decide_leaving(
     if others is None or not len(load) or not planner.predictor.has_prefill(tp):
         return None
     prompt, limit = int(load.prompt.mean()), int(load.limit.max())
-    there = make_load(others.running, others.waiting, others.tokens, prompt, limit)
+    their_load = make_load(others.running, others.waiting, others.tokens, prompt, limit)
     rows = np.argsort(load.output)[:: others.engines]  # what one of the others gets
     lengths = (load.prompt + load.output)[rows]
     joined = Load(
-        prompt=np.append(there.prompt, load.prompt[rows]),
-        output=np.append(there.output, load.output[rows]),
-        limit=np.append(there.limit, load.limit[rows]),
-        family=np.arange(len(there) + len(rows)),
+        prompt=np.append(their_load.prompt, load.prompt[rows]),
+        output=np.append(their_load.output, load.output[rows]),
+        limit=np.append(their_load.limit, load.limit[rows]),
+        family=np.arange(len(their_load) + len(rows)),
     )
 
     def look(some: Load) -> tuple[Outlook | None, float]:
@@ -624,7 +624,7 @@ def _decide_leaving(
     pause = others.delay + float(planner.predictor.prefill_uniform(tp, -(-len(rows) // used), rms, used))
     if snapshot.num_ranks < num_ranks:  # the others are taken back before
         pause += planner.costs.estimate_lending(tp, load.prompt + load.output).seconds
-    stays = max(look(load)[1], look(there)[1])
+    stays = max(look(load)[1], look(their_load)[1])
     share = snapshot.num_ranks / num_ranks / (others.engines + 1)  # of all ranks, those that it has now
     ready = training.seconds_per_token * training.ready
     hidden = min(others.lent * (pause + longer) + share * max(pause + longer - training.setup, 0.0), ready)

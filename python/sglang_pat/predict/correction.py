@@ -98,12 +98,12 @@ class StepFactors:
         self._mean, self._covariance = np.zeros(len(self._prior)), self._prior.copy()
         self._time: float | None = None
 
-    def observe(self, tp: int, made: Steps, now: float) -> None:
+    def observe(self, tp: int, report: Steps, now: float) -> None:
         """Learn from steps that a replica of degree ``tp`` reports."""
-        if min(made) > 0:
-            noise = STEP_NOISE**2 / made.steps + REPORT_NOISE**2
+        if min(report) > 0:
+            noise = STEP_NOISE**2 / report.steps + REPORT_NOISE**2
             self._forget(now)
-            self._observe(self._make_observation_row(tp, made), made.log_ratio, noise, most=OUTLIER)
+            self._observe(self._make_observation_row(tp, report), report.log_ratio, noise, most=OUTLIER)
 
     def calibrate(self, turns: Sequence[Mapping[int, Steps]], now: float) -> None:
         """Learn from turns before a run, in each of which all layouts were measured, one shortly after the other.
@@ -140,9 +140,9 @@ class StepFactors:
         for row, log in zip(own, left.tolist(), strict=True):
             self._observe(row, log, noise**2)
 
-    def _make_observation_row(self, tp: int, made: Steps) -> np.ndarray:
+    def _make_observation_row(self, tp: int, report: Steps) -> np.ndarray:
         """What steps of degree ``tp`` tell of, ``[size]``."""
-        batch, context = made.requests / made.steps, made.tokens / made.requests
+        batch, context = report.requests / report.steps, report.tokens / report.requests
         sees = np.zeros(len(self._mean))
         sees[0] = 1.0
         own = sees[1:].reshape(-1, 3)[self.degrees.index(tp)]

@@ -210,11 +210,11 @@ def check_complete(profile: Profile, path: str | os.PathLike[str]) -> None:
 
 def describe_thinness(profile: Profile) -> str:
     """What to say of a profile of which less than :data:`THIN` was measured; nothing of others."""
-    asked = int(profile.machine.get("points", 0))
-    measured = asked - int(profile.machine.get("left_out", 0)) - int(profile.machine.get("failed", 0))
-    if measured >= THIN * asked:
+    points = int(profile.machine.get("points", 0))
+    measured = points - int(profile.machine.get("left_out", 0)) - int(profile.machine.get("failed", 0))
+    if measured >= THIN * points:
         return ""
-    return f"a thin profile: {measured} of {asked} points were measured, the others are guessed from these"
+    return f"a thin profile: {measured} of {points} points were measured, the others are guessed from these"
 
 
 def save(profile: Profile, path: str | os.PathLike[str]) -> None:

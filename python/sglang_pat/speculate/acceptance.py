@@ -38,14 +38,14 @@ class Acceptance:
         self._checked *= KEPT
         self._right *= KEPT
 
-    def record(self, match: int, asked: int, right: int) -> None:
-        """Note that of ``asked`` drafts after a ``match`` the first ``right`` were right.
+    def record(self, match: int, drafts: int, right: int) -> None:
+        """Note that of so many ``drafts`` after a ``match`` the first ``right`` were right.
 
         A draft that was not found was not right.
         """
-        if match and asked:
+        if match and drafts:
             number = _classify(match)
-            self._checked[number, : min(right + 1, asked)] += 1
+            self._checked[number, : min(right + 1, drafts)] += 1
             self._right[number, :right] += 1
 
     def estimate(self, match: int) -> list[float]:

@@ -143,9 +143,9 @@ class Drafter:
             name: the request's.
             prompt, output: token ids of the prompt, and of the response so far.
         """
-        found, context = self._take_in(family, name, prompt, output), _get_context(prompt, output)
+        texts, context = self._take_in(family, name, prompt, output), _get_context(prompt, output)
         drafted: list[int] = []
-        while len(drafted) < count and (token := found.find_next(context)) is not None:
+        while len(drafted) < count and (token := texts.find_next(context)) is not None:
             drafted.append(token)
             context = [*context[1 - CONTEXT :], token]
         return drafted
@@ -155,23 +155,23 @@ class Drafter:
 
         The larger it is, the more likely drafts are right.  Arguments are those of :meth:`draft`.
         """
-        found = self._take_in(family, name, prompt, output)
-        return found.find_longest(_get_context(prompt, output))[0]
+        texts = self._take_in(family, name, prompt, output)
+        return texts.find_longest(_get_context(prompt, output))[0]
 
     def _take_in(self, family: int, name: str, prompt: Sequence[int], output: Sequence[int]) -> _Family:
-        found = self._use(family)
-        before = found.tokens
-        self._left = found.take_in(name, prompt, output, self._left)
-        self._tokens += found.tokens - before
-        return found
+        texts = self._use(family)
+        before = texts.tokens
+        self._left = texts.take_in(name, prompt, output, self._left)
+        self._tokens += texts.tokens - before
+        return texts
 
     def end(self, family: int, name: str, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Keep a response that has ended, for those to the same prompt that have not; of ``prompt`` the last
         :data:`CONTEXT` tokens count."""
-        found = self._use(family)
-        before = found.tokens
-        found.end(name, prompt, output)
-        self._tokens += found.tokens - before
+        texts = self._use(family)
+        before = texts.tokens
+        texts.end(name, prompt, output)
+        self._tokens += texts.tokens - before
 
     def _use(self, family: int) -> _Family:
         """Texts of a prompt.  If too much is kept, those of the prompts that were not used for longest go; at last all

@@ -45,8 +45,8 @@ class DraftingPredictor:
         """Seconds for each token of a request, with the number of drafts that makes them least; see
         :meth:`.predictor.Predictor.step_seconds`."""
         least = self._find_least(tp, np.asarray(batch, dtype=float), np.asarray(tokens, dtype=float), replicas)
-        found: Any = least if least.ndim else float(least)
-        return found
+        seconds: Any = least if least.ndim else float(least)
+        return seconds
 
     def _find_least(self, tp: int, batch: np.ndarray, tokens: np.ndarray, replicas: Any) -> np.ndarray:
         plain = least = np.asarray(self._predictor.step_seconds(tp, batch, tokens, replicas))
