@@ -60,19 +60,19 @@ def generate_in_all_ways(worker: Worker, prompts: list[list[int]], tokens: int, 
     """Greedy answers of ``tokens`` tokens in each way."""
     outputs, routes, moved = {}, {}, 0
     for name, (first, visits) in ways.items():
-        found = worker.do(commands.generate_greedy, prompts=prompts, answer=tokens, visits=visits, start=first)
-        outputs[name], routes[name] = found["outputs"], found["routes"]
-        moved += sum(record["migrated"] for record in found["switches"])
+        answers = worker.do(commands.generate_greedy, prompts=prompts, answer=tokens, visits=visits, start=first)
+        outputs[name], routes[name] = answers["outputs"], answers["routes"]
+        moved += sum(record["migrated"] for record in answers["switches"])
     return Generated(outputs, routes, moved)
 
 
 def compare_outputs(outputs: Mapping[str, Sequence]) -> tuple[bool, str]:
     """Whether all ways gave the answers of the first one, and what to say of it."""
-    wanted = next(iter(outputs.values()))
+    reference = next(iter(outputs.values()))
     different = [
         f"{name}, request {i}"
-        for name, found in outputs.items()
-        for i, pair in enumerate(zip(found, wanted, strict=True))
+        for name, answers in outputs.items()
+        for i, pair in enumerate(zip(answers, reference, strict=True))
         if pair[0] != pair[1]
     ]
     return not different, f"different: {', '.join(different)}" if different else "all equal"
@@ -83,13 +83,13 @@ def compare_likelihood(
 ) -> tuple[bool, str, dict[str, float]]:
     """Whether the last way, with switches, is as likely as the others; what to say, and nats a token by way."""
     nats = {
-        name: statistics.mean(worker.do(commands.compute_nll, prompts=prompts, outputs=found, tp=1))
-        for name, found in outputs.items()
+        name: statistics.mean(worker.do(commands.compute_nll, prompts=prompts, outputs=answers, tp=1))
+        for name, answers in outputs.items()
     }
     *static, switched = nats.values()
     fine = switched <= max(static) + 3 * (max(static) - min(static)) + 0.02
-    said = ", ".join(f"{name} {value:.4f}" for name, value in nats.items())
-    return fine, f"{said} nats a token, judged by tp1", nats
+    values = ", ".join(f"{name} {value:.4f}" for name, value in nats.items())
+    return fine, f"{values} nats a token, judged by tp1", nats
 
 
 def same_tokens(bench: Bench) -> Result:
@@ -109,12 +109,12 @@ def _compare_tokens(bench: Bench, model: Path, *flags: str) -> Result:
     tokens = bench.count_answer_tokens(len(visits))
     ways: Ways = {f"tp{tp}": (tp, []) for tp in degrees} | {"up": (1, degrees[1:]), "up and down": (1, visits)}
     outputs, routes, moved = generate_in_all_ways(worker, prompts, tokens, ways)
-    fine, said = compare_outputs(outputs)
-    line = f"{len(prompts)} requests of {tokens} tokens in {len(ways)} ways, {moved} moved with their KV: {said}"
+    fine, finding = compare_outputs(outputs)
+    line = f"{len(prompts)} requests of {tokens} tokens in {len(ways)} ways, {moved} moved with their KV: {finding}"
     if ROUTED in flags:
-        alike, said = compare_outputs(routes)
+        alike, finding = compare_outputs(routes)
         fine &= alike and all(all(one) for one in routes.values())
-        line += f"; routed experts: {said}"
+        line += f"; routed experts: {finding}"
     return Result(verdict="passed" if fine and moved else "failed", line=line)
 
 
@@ -123,28 +123,27 @@ def drafts(bench: Bench) -> Result:
     prompts, tokens, seconds = bench.make_prompts(4, 40), bench.count_answer_tokens(4), {}
     plain = bench.start_exact_engine(bench.small)
     degrees = read_degrees(plain)
-    wanted = {tp: _time_greedy(plain, prompts, tokens, tp) for tp in degrees}
+    baselines = {tp: _time_greedy(plain, prompts, tokens, tp) for tp in degrees}
     worker = bench.start_exact_engine(bench.small, "--pat-speculate", str(DRAFTS))
-    outputs = {"plain": wanted[degrees[0]][0]}
+    outputs = {"plain": baselines[degrees[0]][0]}
     for tp in degrees:
         outputs[f"tp{tp}"], _ = _time_greedy(worker, prompts, tokens, tp)
         outputs[f"tp{tp} again"], seconds[tp] = _time_greedy(worker, prompts, tokens, tp)
     visits = order_degrees_up_and_down(degrees)
     outputs |= generate_in_all_ways(worker, prompts, tokens, {"up and down": (1, visits)}).outputs
     counts = worker.do(commands.count_drafts)
-    fine, said = compare_outputs(outputs)
-    gains = {f"tp{tp}": wanted[tp][1] / seconds[tp] for tp in degrees}
-    line = f"{counts['right_drafts']} of {counts['drafts']} drafts right: {said}; answers that are known " + ", ".join(
-        f"{gain:.2f} times as fast in {name}" for name, gain in gains.items()
-    )
+    fine, finding = compare_outputs(outputs)
+    gains = {f"tp{tp}": baselines[tp][1] / seconds[tp] for tp in degrees}
+    line = f"{counts['right_drafts']} of {counts['drafts']} drafts right: {finding}; answers that are known "
+    line += ", ".join(f"{gain:.2f} times as fast in {name}" for name, gain in gains.items())
     right = counts["right_drafts"] > len(prompts) * tokens / 2
     return Result(verdict="passed" if fine and right else "failed", line=line, figures={"gains": gains} | counts)
 
 
 def _time_greedy(worker: Worker, prompts: list[list[int]], tokens: int, tp: int) -> tuple[list[list[int]], float]:
     """Greedy answers of degree ``tp``, and their seconds."""
-    found = worker.do(commands.generate_greedy, prompts=prompts, answer=tokens, visits=[], start=tp)
-    return found["outputs"], found["seconds"]
+    answers = worker.do(commands.generate_greedy, prompts=prompts, answer=tokens, visits=[], start=tp)
+    return answers["outputs"], answers["seconds"]
 
 
 def lent_ranks(bench: Bench) -> Result:
@@ -152,11 +151,11 @@ def lent_ranks(bench: Bench) -> Result:
     saver = ("--enable-memory-saver",) if bench.device == "cuda" else ()
     worker, prompts = bench.start_exact_engine(bench.small, *saver), bench.make_prompts(6, 40)
     tokens = bench.count_answer_tokens(2)
-    wanted = generate_in_all_ways(worker, prompts, tokens, {"tp1": (1, [])}).outputs["tp1"]
+    reference = generate_in_all_ways(worker, prompts, tokens, {"tp1": (1, [])}).outputs["tp1"]
     rounds = [worker.do(commands.generate_while_lent, prompts=prompts, answer=tokens) for _ in range(3)]
-    fine, said = compare_outputs({"tp1": wanted} | {f"round {i}": one["outputs"] for i, one in enumerate(rounds)})
+    fine, finding = compare_outputs({"tp1": reference} | {f"round {i}": one["outputs"] for i, one in enumerate(rounds)})
     moved = sum(record["migrated"] for one in rounds for record in one["switches"])
-    line = f"{len(rounds)} times lent and taken back, {moved} requests moved with their KV: {said}"
+    line = f"{len(rounds)} times lent and taken back, {moved} requests moved with their KV: {finding}"
     released = [one["switches"][0]["released_bytes"] for one in rounds]
     if saver:
         freed = [during - before for before, during in (one["free"] for one in rounds)]
@@ -197,7 +196,7 @@ def steady(bench: Bench) -> Result:
         "model.layers.0.mlp.down_proj.weight": [shape.hidden, shape.intermediate],
         "model.layers.0.self_attn.q_proj.weight": [shape.heads * shape.head_dim, shape.hidden],
     }
-    before, made, memory = None, 0, []
+    before, switches, memory = None, 0, []
     for number in range(UPDATES + 1):
         if number:
             worker.do(commands.update, names_and_shapes=changed, seed=number)
@@ -205,7 +204,7 @@ def steady(bench: Bench) -> Result:
         tokens = bench.count_answer_tokens(len(visits))
         switched = worker.do(commands.generate_greedy, prompts=prompts, answer=tokens, visits=visits, start=1)
         static = worker.do(commands.generate_greedy, prompts=prompts, answer=tokens, visits=[], start=degrees[-1])
-        made += len(switched["switches"])
+        switches += len(switched["switches"])
         if switched["outputs"] != static["outputs"]:
             return Result(verdict="failed", line=f"tokens differ after {number} updates")
         if before == static["outputs"]:
@@ -214,8 +213,8 @@ def steady(bench: Bench) -> Result:
         before = static["outputs"]
     grown = max(now - then for now, then in zip(bench.measure_memory(worker), memory, strict=True))
     line = (
-        f"{made} switches and {UPDATES} weight updates: tokens equal; no switch made a group, a KV pool, a graph or an "
-        f"attention backend; since before the updates the rank that grew most by {grown / 2**20:+.0f} MiB"
+        f"{switches} switches and {UPDATES} weight updates: tokens equal; no switch made a group, a KV pool, a graph "
+        f"or an attention backend; since before the updates the rank that grew most by {grown / 2**20:+.0f} MiB"
     )
     return Result(verdict="passed", line=line)
 
@@ -235,14 +234,14 @@ def real_model(bench: Bench) -> Result:
     ways: Ways = {f"tp{tp}": (tp, []) for tp in degrees} | {"switched": (degrees[0], visits)}
     outputs, _, moved = generate_in_all_ways(worker, prompts, tokens, ways)
     if dtype == "float32":
-        fine, said = compare_outputs(outputs)
+        fine, finding = compare_outputs(outputs)
     else:
-        fine, said, _ = compare_likelihood(worker, prompts, outputs)
-    texts = {name: worker.do(commands.decode_outputs, outputs=found) for name, found in outputs.items()}
-    senseless = [name for name, found in texts.items() if WORD not in found[PROMPTS.index(QUESTION)]]
+        fine, finding, _ = compare_likelihood(worker, prompts, outputs)
+    texts = {name: worker.do(commands.decode_outputs, outputs=answers) for name, answers in outputs.items()}
+    senseless = [name for name, answers in texts.items() if WORD not in answers[PROMPTS.index(QUESTION)]]
     line = (
         f"{SMOLLM2}, {dtype}: up in {worker.started_seconds:.0f} s, a rank takes {taken / GIB:.2f} GiB; "
-        f"{QUESTIONS} answers of {tokens} tokens in {len(ways)} ways, {moved} moved with their KV: {said}"
+        f"{QUESTIONS} answers of {tokens} tokens in {len(ways)} ways, {moved} moved with their KV: {finding}"
     )
     line += f"; no {WORD} in the answer to {QUESTION!r}: {', '.join(senseless)}" if senseless else ""
     figures = {"seconds": worker.started_seconds, "measured": taken, "texts": texts}

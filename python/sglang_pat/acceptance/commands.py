@@ -102,15 +102,15 @@ async def compute_nll(rig: Rig, prompts: list[list[int]], outputs: list[list[int
     await rig.flush()
 
     async def one(prompt: list[int], output: list[int]) -> float:
-        found = await rig.engine.async_generate(
+        answer = await rig.engine.async_generate(
             input_ids=prompt + output, sampling_params={"max_new_tokens": 1, "temperature": 0},
             return_logprob=True, logprob_start_len=len(prompt) - 1,
         )  # fmt: skip
-        return -statistics.mean(entry[0] for entry in found["meta_info"]["input_token_logprobs"][1:])
+        return -statistics.mean(entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:])
 
-    found = await asyncio.gather(*(one(p, o) for p, o in zip(prompts, outputs, strict=True)))
+    means = await asyncio.gather(*(one(p, o) for p, o in zip(prompts, outputs, strict=True)))
     await rig.wait_until_idle()
-    return list(found)
+    return list(means)
 
 
 async def measure_pauses(

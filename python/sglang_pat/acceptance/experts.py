@@ -117,12 +117,12 @@ def multiply(layer: Layer, tp: int, batch: int, device: str, dtype: torch.dtype)
     config, down_config, *rest = fused_moe._prepare_fused_moe_run(x, w13_copy, down_copy, ids, **unquantised)
     order: Any = rest[-3:]
 
-    def launch(given: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, last: bool = False) -> torch.Tensor:
+    def launch(inputs: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, last: bool = False) -> torch.Tensor:
         """SGLang's kernel; ``last``: for the down projection."""
         blocks = (down_config or config) if last else config
         routing: Any = weights, ids, *order, last, 1 if last else layer.top_k, blocks
         fused_moe.invoke_fused_moe_kernel(
-            given, weight, None, out, None, None, None, *routing, **unquantised, filter_expert=False,
+            inputs, weight, None, out, None, None, None, *routing, **unquantised, filter_expert=False,
             compute_type=getattr(fused_moe.tl, str(dtype).removeprefix("torch.")),
         )  # fmt: skip
         return out

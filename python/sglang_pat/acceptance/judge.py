@@ -52,25 +52,25 @@ def judge(bench: Bench) -> Result:
     torch.set_num_threads(1)
     shim.ensure()
     dtype = torch.bfloat16 if bench.device == "cuda" else torch.float32
-    found = measure(bench.model, bench.device, dtype, TOKENS[bench.device], repeats=5)
+    figures = measure(bench.model, bench.device, dtype, TOKENS[bench.device], repeats=5)
     if bench.device == "cuda":  # memory for the engines
         gc.collect()
         torch.cuda.empty_cache()
     rows = [["tokens", "resident, ms", *(f"{count} of {LAYERS} streamed" for count in STREAMED)]]
-    for tokens, row in found["steps"].items():
+    for tokens, row in figures["steps"].items():
         ratios = (f"{row[count]['seconds'] / row[0]['seconds']:.2f} times" for count in STREAMED)
         rows.append([str(tokens), f"{row[0]['seconds'] * 1e3:.2f}", *ratios])
-    equal = all(one["equal"] for row in found["steps"].values() for one in row.values())
+    equal = all(one["equal"] for row in figures["steps"].values() for one in row.values())
     line = f"{bench.large.name}: {'equal in every bit' if equal else 'NOT EQUAL'}"
     if bench.device == "cuda":  # a CPU copies and computes in turn
         most = TOKENS["cuda"][-1]
-        row = found["steps"][most]
+        row = figures["steps"][most]
         ratio = row[STREAMED[1]]["seconds"] / row[0]["seconds"]
         line += (
-            f"; a layer is copied in {found['copy_seconds'] * 1e3:.2f} ms; with half of the layers streamed a step of "
-            f"{most:,} tokens takes {ratio:.2f} times as long"
+            f"; a layer is copied in {figures['copy_seconds'] * 1e3:.2f} ms; with half of the layers streamed a step "
+            f"of {most:,} tokens takes {ratio:.2f} times as long"
         )
-    return Result(verdict="passed" if equal else "failed", line=line, rows=rows, figures=found)
+    return Result(verdict="passed" if equal else "failed", line=line, rows=rows, figures=figures)
 
 
 def measure(
@@ -85,21 +85,21 @@ def measure(
     from stream_layers.layers import HostLayer, StreamedLayers
 
     resident = [DecoderBlock(shape, device, dtype) for _ in range(LAYERS)]
-    given = {count: torch.randn(count, shape.hidden, device=device, dtype=dtype) for count in tokens}
-    wanted = {count: run_layers(resident, x) for count, x in given.items()}
+    inputs = {count: torch.randn(count, shape.hidden, device=device, dtype=dtype) for count in tokens}
+    outputs = {count: run_layers(resident, x) for count, x in inputs.items()}
     steps: dict[int, dict[int, dict[str, Any]]] = {count: {} for count in tokens}
     moved = StreamedLayers(order_layers(0, LAYERS), 0, device)
     layers = moved.wrap_modules(copy.deepcopy(resident))
     moved.post_init()
     for streamed in (0, *STREAMED):
         moved.stream(streamed)
-        for count, x in given.items():
+        for count, x in inputs.items():
             out = torch.empty_like(x)
             step = partial(lambda layers, x, out: out.copy_(run_layers(layers, x)), layers, x, out)
             if device == "cuda":
                 step = kernels.capture_graph(step)
             (seconds,) = kernels.time_calls(device, step, repeats=repeats)
-            steps[count][streamed] = {"seconds": seconds, "equal": torch.equal(out, wanted[count])}
+            steps[count][streamed] = {"seconds": seconds, "equal": torch.equal(out, outputs[count])}
     layer = HostLayer(resident[0])
     place = torch.empty_like(layer.data, device=device)
     (copy_seconds,) = kernels.time_calls(device, lambda: place.copy_(layer.data, non_blocking=True), repeats=repeats)

@@ -17,10 +17,10 @@ longer than the GPU needs for a small one; and no cache has any of its data."""
 
 def time_calls(device: str, *calls: Callable[[], object], repeats: int) -> list[float]:
     """Median time of each of ``calls``, taking turns; on a GPU what it takes there, without the launch."""
-    found: list[list[float]] = [[] for _ in calls]
+    samples: list[list[float]] = [[] for _ in calls]
     filler = torch.empty(FILLER if device == "cuda" else 0, dtype=torch.uint8, device=device)
     for turn in range(repeats + 2):
-        for call, times in zip(calls, found, strict=True):
+        for call, times in zip(calls, samples, strict=True):
             if device == "cuda":
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 filler.zero_()
@@ -35,7 +35,7 @@ def time_calls(device: str, *calls: Callable[[], object], repeats: int) -> list[
                 took = time.perf_counter() - started
             if turn >= 2:
                 times.append(took)
-    return [statistics.median(times) for times in found]
+    return [statistics.median(times) for times in samples]
 
 
 def capture_graph(call: Callable[[], object]) -> Callable[[], object]:

@@ -64,10 +64,10 @@ class Report(msgspec.Struct, kw_only=True):
             files.write(content + b"\n", folder / name)
 
     def format_page(self) -> str:
-        about = ", ".join(f"{name} {value}" for name, value in (self.machine | self.options).items())
+        conditions = ", ".join(f"{name} {value}" for name, value in (self.machine | self.options).items())
         overview = [[result.name, result.verdict, result.line, f"{result.seconds:.0f}"] for result in self.results]
         overview.insert(0, ["step", "verdict", "finding", "seconds"])
-        lines = ["# Acceptance of sglang_pat", "", about, "", *_format_table(overview)]
+        lines = ["# Acceptance of sglang_pat", "", conditions, "", *_format_table(overview)]
         for result in self.results:
             if result.rows or result.traceback:
                 lines += ["", f"## {result.name}", "", result.line]

@@ -77,11 +77,11 @@ def move_kv(bench: Bench) -> Result:
     """KV is packed and unpacked nearly as fast as memory is copied."""
     torch.set_num_threads(1)
     heads, dim, dtype = (8, 128, torch.bfloat16) if bench.device == "cuda" else (4, 64, torch.float32)
-    rows, found, slowest = [["tokens", "parts", "MB", "pack / copy", "unpack / copy"]], [], 1e9
+    rows, records, slowest = [["tokens", "parts", "MB", "pack / copy", "unpack / copy"]], [], 1e9
     for tokens in (1024, COPY_TOKENS, 4 * COPY_TOKENS)[: 3 if bench.device == "cuda" else 2]:
         for parts in (1, 2, 4):
             row = kernels.measure(bench.device, heads, dim, dtype, parts, tokens, repeats=10)
-            found.append(row)
+            records.append(row)
             shares = [row["copy_seconds"] / row[f"{what}_seconds"] for what in ("pack", "unpack")]
             rows.append([str(tokens), str(parts), f"{row['bytes'] / 1e6:.1f}", *(f"{share:.2f}" for share in shares)])
             if tokens >= COPY_TOKENS:
@@ -90,19 +90,19 @@ def move_kv(bench: Bench) -> Result:
         torch.cuda.empty_cache()  # for the engines
     line = f"at {COPY_TOKENS} tokens and more at least {slowest:.0%} of a copy's bandwidth"
     verdict = "measured" if bench.device == "cpu" else "passed" if slowest >= COPY_SHARE else "failed"
-    return Result(verdict=verdict, line=f"{line} (bar {COPY_SHARE:.0%})", rows=rows, figures={"rows": found})
+    return Result(verdict=verdict, line=f"{line} (bar {COPY_SHARE:.0%})", rows=rows, figures={"rows": records})
 
 
 def start(bench: Bench) -> Result:
     """An engine of all ranks starts with default flags, within its memory plan."""
     planned = _plan(bench).rank_bytes  # of what is free before the engine takes it
     worker = bench.start_default_engine()
-    about, measured = worker.do(commands.describe), bench.measure_memory(worker)
+    description, measured = worker.do(commands.describe), bench.measure_memory(worker)
     line = (
-        f"{bench.large.name}: up in {worker.started_seconds:.0f} s, degrees {about['degrees']}; a rank takes "
+        f"{bench.large.name}: up in {worker.started_seconds:.0f} s, degrees {description['degrees']}; a rank takes "
         f"{max(measured) / GIB:.2f} GiB, planned {planned / GIB:.2f}"
     )
-    figures = about | {"seconds": worker.started_seconds, "measured": measured, "planned": planned}
+    figures = description | {"seconds": worker.started_seconds, "measured": measured, "planned": planned}
     return Result(verdict="passed", line=line, figures=figures)
 
 
@@ -112,7 +112,7 @@ def pause(bench: Bench) -> Result:
     if bench.device == "cuda":
         ways["PAT's"] += ("--disable-cuda-graph",)
     points = [(1, 512), (8, 4096), (32, 16384)] if bench.device == "cuda" else [(1, 256), (4, 2048)]
-    rows, found = [["way", "requests", "tokens", "up, ms", "down, ms", "bytes sent, MB", "phases up, ms"]], []
+    rows, costs = [["way", "requests", "tokens", "up, ms", "down, ms", "bytes sent, MB", "phases up, ms"]], []
     for way, flags in ways.items():
         worker = bench.start_engine(bench.large, *flags)
         if way == "ours":
@@ -122,22 +122,22 @@ def pause(bench: Bench) -> Result:
             restart = worker.started_seconds
             restart += worker.do(commands.time_prefill, tokens=points[-1][1], requests=points[-1][0])
         for requests, tokens in points:
-            about = {"requests": requests, "tokens": tokens}
-            records = worker.do(commands.measure_pauses, low=1, high=bench.ranks, rounds=3, **about)
-            found.append({"way": way, "records": records} | about)
+            load = {"requests": requests, "tokens": tokens}
+            records = worker.do(commands.measure_pauses, low=1, high=bench.ranks, rounds=3, **load)
+            costs.append({"way": way, "records": records} | load)
             up, down = ([r for r in records if (r["to_tp"] > r["from_tp"]) == rising] for rising in (True, False))
             seconds = [statistics.median(r["pause_seconds"] for r in part) for part in (up, down)]
             phases = " ".join(f"{name} {value * 1e3:.1f}" for name, value in up[-1]["phases"].items())
             sent = f"{up[-1]['moved_bytes'] / 1e6:.2f}"
             rows.append([way, str(requests), str(tokens), *(f"{s * 1e3:.1f}" for s in seconds), sent, phases])
-            found[-1] |= {"up": seconds[0], "down": seconds[1]}
+            costs[-1] |= {"up": seconds[0], "down": seconds[1]}
     rows.append(["restart", str(points[-1][0]), str(points[-1][1]), f"{restart * 1e3:.0f}", "", "", "start, prefill"])
-    ours, pats = (next(f["up"] for f in found if f["way"] == way and f["tokens"] == points[-1][1]) for way in ways)
+    ours, pats = (next(f["up"] for f in costs if f["way"] == way and f["tokens"] == points[-1][1]) for way in ways)
     line = (
         f"{points[-1][0]} requests of {points[-1][1]} tokens in all: {ours * 1e3:.1f} ms, PAT's way {pats / ours:.1f} "
         f"times as long, a restart {restart / ours:.0f} times"
     )
-    return Result(verdict="measured", line=line, rows=rows, figures={"points": found, "restart": restart})
+    return Result(verdict="measured", line=line, rows=rows, figures={"points": costs, "restart": restart})
 
 
 def step_times(bench: Bench) -> Result:
@@ -146,17 +146,17 @@ def step_times(bench: Bench) -> Result:
     degrees = read_degrees(worker)
     each = (1, 4) if bench.device == "cpu" else (1, 4, 16) if bench.sharing else (1, 4, 16, 64)
     totals = [bench.ranks * n for n in each]
-    rows, found = [["requests", *(f"tp{tp}, ms" for tp in degrees)]], {}
+    rows, times = [["requests", *(f"tp{tp}, ms" for tp in degrees)]], {}
     for total in totals:
         for tp in degrees:
             batch = total * tp // bench.ranks
-            found[f"{total} tp{tp}"] = worker.do(commands.time_step, tp=tp, batch=batch, context=256, steps=24)
-        rows.append([str(total), *(f"{found[f'{total} tp{tp}'] * 1e3:.2f}" for tp in degrees)])
+            times[f"{total} tp{tp}"] = worker.do(commands.time_step, tp=tp, batch=batch, context=256, steps=24)
+        rows.append([str(total), *(f"{times[f'{total} tp{tp}'] * 1e3:.2f}" for tp in degrees)])
     one = {tp: worker.do(commands.time_step, tp=tp, batch=1, context=256, steps=24) for tp in degrees}
     rows.append(["1 a replica", *(f"{seconds * 1e3:.2f}" for seconds in one.values())])
     best = min(one, key=lambda tp: one[tp])
     line = f"one request a replica: tp{best} is {one[1] / one[best]:.2f} times as fast as tp1"
-    figures = {"steps": found, "one": {str(tp): seconds for tp, seconds in one.items()}}
+    figures = {"steps": times, "one": {str(tp): seconds for tp, seconds in one.items()}}
     return Result(verdict="measured", line=line, rows=rows, figures=figures)
 
 
@@ -185,11 +185,11 @@ def long_tail(bench: Bench) -> Result:
 def endurance(bench: Bench) -> Result:
     """Memory after many switches."""
     worker = bench.start_default_engine()
-    about = {"low": 1, "high": bench.ranks, "requests": 2, "tokens": 256}
-    worker.do(commands.measure_pauses, rounds=3, **about)
+    arguments = {"low": 1, "high": bench.ranks, "requests": 2, "tokens": 256}
+    worker.do(commands.measure_pauses, rounds=3, **arguments)
     before = bench.measure_memory(worker)
     for _ in range(ENDURANCE // 10):
-        worker.do(commands.measure_pauses, rounds=5, **about)
+        worker.do(commands.measure_pauses, rounds=5, **arguments)
     grown = max(now - then for now, then in zip(bench.measure_memory(worker), before, strict=True))
     line = f"{ENDURANCE} switches: the rank that grew most by {grown / 2**20:+.0f} MiB (bar {GROWTH >> 20})"
     return Result(verdict="passed" if grown <= GROWTH else "failed", line=line, figures={"grown": grown})
@@ -218,11 +218,11 @@ def adaptive(bench: Bench) -> Result:
         bench.large, *bench.large_flags, policy=("--pat-policy", "survival", "--pat-profile", str(bench.profile))
     )
     lengths = bench.tail
-    found = [worker.do(commands.run_long_tail, lengths=lengths) for _ in range(3)]
-    seconds = statistics.median(run["seconds"] for run in found)
+    runs = [worker.do(commands.run_long_tail, lengths=lengths) for _ in range(3)]
+    seconds = statistics.median(run["seconds"] for run in runs)
     beside = f", {seconds / bench.best_static:.2f} of the best static layout" if bench.best_static else ""
-    line = f"{len(lengths)} answers, {found[-1]['switches']} switches in {len(found)} batches: {seconds:.2f} s{beside}"
-    return Result(verdict="measured", line=line, figures={"runs": found})
+    line = f"{len(lengths)} answers, {runs[-1]['switches']} switches in {len(runs)} batches: {seconds:.2f} s{beside}"
+    return Result(verdict="measured", line=line, figures={"runs": runs})
 
 
 STEPS: tuple[Callable[[Bench], Result], ...] = (
