@@ -231,8 +231,8 @@ async def _send(server: Server, bodies: list[dict[str, Any]]) -> tuple[float, li
         return began, await asyncio.gather(*map(one, bodies))
 
 
-def parse_switches(status: dict[str, Any], began: float, made: int) -> list[SwitchMark]:
-    """The last ``made`` switches of a ``/pat/status``; ``began`` is the unix time of the run's beginning."""
+def parse_switches(status: dict[str, Any], began: float, count: int) -> list[SwitchMark]:
+    """The last ``count`` switches of a ``/pat/status``; ``began`` is the unix time of the run's beginning."""
     records = status["switches"]
     return [
         SwitchMark(
@@ -240,7 +240,7 @@ def parse_switches(status: dict[str, Any], began: float, made: int) -> list[Swit
             pause=record["pause_seconds"],
             **{name: record[name] for name in ("from_tp", "to_tp", "requests", "tokens", "error")},
         )
-        for record in records[len(records) - made :]
+        for record in records[len(records) - count :]
     ]
 
 

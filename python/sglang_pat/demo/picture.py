@@ -10,7 +10,7 @@ from sglang_pat.tools import pictures
 COLORS = {f"static {LOW}": pictures.LAYOUT[0], f"static {HIGH}": pictures.LAYOUT[1], ADAPTIVE: pictures.OURS}
 
 
-def draw(result: ContestResult, message: str, about: str, path: Path) -> Path:
+def draw(result: ContestResult, message: str, footer: str, path: Path) -> Path:
     figure, (axes,) = pictures.make_panels(1, width=7.6, height=4.4)
     for place, name in enumerate(result.contenders):
         rounds, median = result.list_seconds(name), result.compute_median(name)
@@ -24,5 +24,5 @@ def draw(result: ContestResult, message: str, about: str, path: Path) -> Path:
     dots = "; dots: rounds" if len(result.rounds) > 1 else ""
     pictures.set_labels(axes, "", f"seconds for the batch, median{dots}")
     pictures.set_figure_title(figure, message)
-    pictures.set_footer(figure, about)
+    pictures.set_footer(figure, footer)
     return pictures.save(figure, path)

@@ -95,15 +95,15 @@ def make_config(
         intermediate, extra = expert_width, extra | dict(num_local_experts=experts, num_experts_per_tok=chosen)
     elif arch.endswith("_moe"):
         extra |= dict(num_experts=experts, num_experts_per_tok=chosen, moe_intermediate_size=expert_width)
-    made = load_transformers().AutoConfig.for_model(
+    config = load_transformers().AutoConfig.for_model(
         arch, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=head_dim, hidden_act=extra.pop("hidden_act", "silu"), vocab_size=vocab,
         max_position_embeddings=context, rms_norm_eps=1e-6, tie_word_embeddings=tie, dtype=dtype,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0} | extra.pop("rope", {}),
         bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID, **extra,
     )  # fmt: skip
-    made.architectures = [load_transformers().AutoModelForCausalLM._model_mapping[type(made)].__name__]
-    return made
+    config.architectures = [load_transformers().AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    return config
 
 
 def make_random(arch: str, out_dir: str | os.PathLike, *, seed: int = 0, logit_std: float = 4.0, **shape) -> Path:
@@ -118,8 +118,8 @@ def make_random(arch: str, out_dir: str | os.PathLike, *, seed: int = 0, logit_s
     """
 
     def write(folder: Path) -> None:
-        about = make_config(arch, **shape)
-        _write(folder, about, make_random_tensors(about, seed, logit_std))
+        config = make_config(arch, **shape)
+        _write(folder, config, make_random_tensors(config, seed, logit_std))
 
     return _write_once(out_dir, {"kind": "random", "arch": arch, "seed": seed, "logit_std": logit_std, **shape}, write)
 
@@ -148,11 +148,11 @@ def make_head(
         import torch
         from safetensors.torch import save_file
 
-        about = make_config()
+        config = make_config()
         hidden, heads, kv_heads, width = (
-            about.hidden_size, about.num_attention_heads, about.num_key_value_heads, about.head_dim,
+            config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim,
         )  # fmt: skip
-        ids = list(drafts or range(about.vocab_size))
+        ids = list(drafts or range(config.vocab_size))
         attention = {"q": heads * width, "k": kv_heads * width, "v": kv_heads * width}
         shapes = {f"midlayer.self_attn.{name}_proj.weight": (size, 2 * hidden) for name, size in attention.items()} | {
             "fc.weight": (hidden, len(layers) * hidden), "midlayer.self_attn.o_proj.weight": (hidden, heads * width),
@@ -167,7 +167,7 @@ def make_head(
         }
         tensors["d2t"] = torch.tensor(ids) - torch.arange(len(ids))
         save_file(tensors, folder / "model.safetensors")
-        named = about.to_dict() | {
+        named = config.to_dict() | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "num_hidden_layers": 1,
             "intermediate_size": inner,
@@ -227,24 +227,24 @@ def _has_recipe(folder: Path, recipe: dict) -> bool:
         return False
 
 
-def _write(folder: Path, about: Any, tensors: dict[str, Any] | None) -> None:
+def _write(folder: Path, config: Any, tensors: dict[str, Any] | None) -> None:
     """Write config, tokenizer and, if there are any, weights."""
     from safetensors.torch import save_file
 
     ends = {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, STOP_ID], "pad_token_id": PAD_ID}
-    about.save_pretrained(folder)
+    config.save_pretrained(folder)
     load_transformers().GenerationConfig(**ends).save_pretrained(folder)
-    write_tokenizer(folder, about.vocab_size, about.max_position_embeddings)
+    write_tokenizer(folder, config.vocab_size, config.max_position_embeddings)
     if tensors is not None:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def list_shapes(about: Any) -> dict[str, tuple[int, ...]]:
+def list_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Hugging Face name and shape, [out, in] for matrices, of each tensor of the model's checkpoint."""
     import torch
 
     with torch.device("meta"):
-        model = load_transformers().AutoModelForCausalLM.from_config(about)
+        model = load_transformers().AutoModelForCausalLM.from_config(config)
     from transformers.core_model_loading import revert_weight_conversion
 
     # transformers has the experts of a layer in one tensor, a checkpoint each by itself.
@@ -252,7 +252,7 @@ def list_shapes(about: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def make_random_tensors(about: Any, seed: int, logit_std: float) -> dict[str, Any]:
+def make_random_tensors(config: Any, seed: int, logit_std: float) -> dict[str, Any]:
     """Weights with which attention, MLP, norms and biases all matter to the next token.
 
     The gains were tried out: with less attention, or softer attention, greedy text soon runs in a circle; with much
@@ -264,23 +264,23 @@ def make_random_tensors(about: Any, seed: int, logit_std: float) -> dict[str, An
     gains = dict.fromkeys(("qkv_proj", "q_proj", "k_proj", "q_norm", "k_norm"), 1.5)
     gains |= {"o_proj": 2.0, "down_proj": 3.0, "w2": 3.0, "post_mlp_layernorm": 2.0, "gate": 2.0}
     tensors = {}
-    for name, shape in list_shapes(about).items():
+    for name, shape in list_shapes(config).items():
         noise = torch.randn(shape, generator=_make_generator("random", seed, name))
         gain = gains.get(name.split(".")[-2], 1.0)
         if "norm" in name:
             tensor = gain * (1 + 0.2 * noise)
-            if about.tie_word_embeddings and name == "model.norm.weight":
+            if config.tie_word_embeddings and name == "model.norm.weight":
                 tensor[::2] *= -1  # else the last token, whose embedding is still in its input, always wins
         elif name.endswith(".bias"):
             tensor = 0.3 * noise
-        elif name == "lm_head.weight" or (about.tie_word_embeddings and "embed_tokens" in name):
-            tensor = noise * logit_std / math.sqrt(about.hidden_size)  # its input has a mean square of 1
+        elif name == "lm_head.weight" or (config.tie_word_embeddings and "embed_tokens" in name):
+            tensor = noise * logit_std / math.sqrt(config.hidden_size)  # its input has a mean square of 1
         elif "embed_tokens" in name:
             tensor = noise * 0.5
         else:
             tensor = noise * gain / math.sqrt(shape[-1])
         tensors[name] = tensor
-    return _cast_tensors(tensors, about)
+    return _cast_tensors(tensors, config)
 
 
 def _make_generator(*key: Any):
@@ -291,9 +291,9 @@ def _make_generator(*key: Any):
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-def _cast_tensors(tensors: dict[str, Any], about: Any) -> dict[str, Any]:
+def _cast_tensors(tensors: dict[str, Any], config: Any) -> dict[str, Any]:
     """The tensors in the dtype of the checkpoint, contiguous."""
-    return {name: tensor.to(about.dtype).contiguous() for name, tensor in tensors.items()}
+    return {name: tensor.to(config.dtype).contiguous() for name, tensor in tensors.items()}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -307,12 +307,12 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, metavar="N", default=argparse.SUPPRESS)
     parser.add_argument("--dtype", default=argparse.SUPPRESS, help="default float32")
     parser.add_argument("--logit-std", type=float, default=argparse.SUPPRESS, help="4 (default): peaked; 1: flat")
-    given = vars(parser.parse_args(argv))
-    model, out = given.pop("model"), given.pop("out")
+    options = vars(parser.parse_args(argv))
+    model, out = options.pop("model"), options.pop("out")
     try:
-        if model == "smollm2" and given:
+        if model == "smollm2" and options:
             raise ValueError("smollm2 takes no options: leave them out")
-        print(make_smollm2(out) if model == "smollm2" else make_random(model, out, **given))
+        print(make_smollm2(out) if model == "smollm2" else make_random(model, out, **options))
     except (ValueError, FileNotFoundError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2

@@ -64,15 +64,15 @@ def run(
     Raises:
         subprocess.TimeoutExpired: it took longer than ``seconds``, and was killed.
     """
-    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as complained:
-        process = popen(prefork, module, argv, env, stdout=said, stderr=complained)
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as complained:
+        process = popen(prefork, module, argv, env, stdout=output, stderr=complained)
         try:
             code = process.wait(seconds)
         finally:
             process.kill()
-        said.seek(0)
+        output.seek(0)
         complained.seek(0)
-        return subprocess.CompletedProcess([module, *argv], code, said.read(), complained.read())
+        return subprocess.CompletedProcess([module, *argv], code, output.read(), complained.read())
 
 
 class Prefork:
@@ -106,17 +106,17 @@ class Prefork:
             nothing = theirs.enter_context(open(os.devnull, "r+b"))
             files: list[IO | int] = [nothing] * 3
             ends: list[IO | None] = [None] * 3
-            for number, wanted in enumerate((stdin, stdout, stderr)):
-                if wanted == subprocess.PIPE:
+            for number, stream in enumerate((stdin, stdout, stderr)):
+                if stream == subprocess.PIPE:
                     pair = [os.fdopen(end, mode) for end, mode in zip(os.pipe(), "rw", strict=True)]
-                    there, ends[number] = pair if number == 0 else reversed(pair)
-                    files[number] = theirs.enter_context(there)
-                elif wanted == subprocess.STDOUT:
+                    far_end, ends[number] = pair if number == 0 else reversed(pair)
+                    files[number] = theirs.enter_context(far_end)
+                elif stream == subprocess.STDOUT:
                     files[number] = files[1]
-                elif wanted is not None and wanted != subprocess.DEVNULL:
-                    files[number] = wanted
-            status, told = (os.fdopen(end, mode) for end, mode in zip(os.pipe(), "rw", strict=True))
-            files.append(theirs.enter_context(told))
+                elif stream is not None and stream != subprocess.DEVNULL:
+                    files[number] = stream
+            status, writer = (os.fdopen(end, mode) for end, mode in zip(os.pipe(), "rw", strict=True))
+            files.append(theirs.enter_context(writer))
             order = json.dumps({"module": module, "argv": list(argv), "env": dict(env)}).encode()
             with suppress(BrokenPipeError, ConnectionResetError):
                 socket.send_fds(self._channel, [order], [f if isinstance(f, int) else f.fileno() for f in files])
@@ -212,18 +212,18 @@ def serve(number: int) -> None:
             os.close(file)
 
 
-def attend(stdin: int, stdout: int, stderr: int, told: int, **program: Any) -> None:
+def attend(stdin: int, stdout: int, stderr: int, status: int, **program: Any) -> None:
     """Be the parent of a program, in a fork, and say its id and then its exit code."""
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if (pid := os.fork()) == 0:
-        os.close(told)
+        os.close(status)
         return become([stdin, stdout, stderr], **program)
     for file in (stdin, stdout, stderr):
         os.close(file)
     with suppress(BrokenPipeError):
-        os.write(told, b"%d\n" % pid)
-        os.write(told, b"%d" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        os.write(status, b"%d\n" % pid)
+        os.write(status, b"%d" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     os._exit(0)
 
 

@@ -32,13 +32,13 @@ from sglang_pat.testing.prefork import ENVIRONMENT, SERVER, Fork, Prefork, popen
 
 def find_rank_processes(processes: Iterable[psutil.Process]) -> dict[int, psutil.Process]:
     """Processes that are ranks of an engine, by rank in ascending order.  Their titles say so."""
-    found = {}
+    ranks = {}
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             title = "".join(process.cmdline()[:1]).strip()
             if title.startswith(RANK_TITLE):
-                found[int(title.removeprefix(RANK_TITLE))] = process
-    return dict(sorted(found.items()))
+                ranks[int(title.removeprefix(RANK_TITLE))] = process
+    return dict(sorted(ranks.items()))
 
 
 START_SECONDS = 500
@@ -230,5 +230,5 @@ class Server(Program):
         """Chunks of a streamed ``/generate``, as they come."""
         async with session.post(self.url + "/generate", json=body | {"stream": True}) as response:
             async for line in response.content:
-                if (found := parse_event(line)) is not None:
-                    yield found
+                if (chunk := parse_event(line)) is not None:
+                    yield chunk
