@@ -64,7 +64,7 @@ class FusionSession:
 
     def _post(self, body: dict[str, Any], seconds: float) -> dict[str, Any]:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        said = ""
+        reason = ""
         for attempt in range(TRIES):
             time.sleep(attempt * PAUSE_SECONDS)
             request = urllib.request.Request(self.service.url, json.dumps(body).encode(), headers)
@@ -73,10 +73,10 @@ class FusionSession:
                     answer = json.load(response)
                 if isinstance(answer, dict) and answer.get("status") in ("Success", "Failed"):
                     return answer
-                said = f"it answered {str(answer)[:200]}"
+                reason = f"it answered {str(answer)[:200]}"
             except (OSError, ValueError) as error:
-                said = format_one_line(error)
-        raise SandboxError(f"Sandbox Fusion at {self.service.url} failed {TRIES} times: {said}")
+                reason = format_one_line(error)
+        raise SandboxError(f"Sandbox Fusion at {self.service.url} failed {TRIES} times: {reason}")
 
     def _read_run(self, answer: dict[str, Any], limit: float) -> Run:
         result = answer.get("run_result") or answer.get("compile_result") or {}

@@ -36,8 +36,8 @@ class LimitRules:
 
     def __post_init__(self) -> None:
         if not 0 < self.minimum <= self.maximum < math.inf:
-            given = f"limits of {self.minimum} to {self.maximum} seconds"
-            raise ValueError(f"{given}, must be above 0, and the minimum not above the maximum")
+            limits = f"limits of {self.minimum} to {self.maximum} seconds"
+            raise ValueError(f"{limits}, must be above 0, and the minimum not above the maximum")
         if not 1 <= self.factor < math.inf:
             raise ValueError(f"limit factor is {self.factor}, must be 1 or more")
         if not 0 <= self.rerun_share <= 1:
@@ -143,11 +143,11 @@ class TimeLimits:
         this step would have been right (:meth:`estimate_wrong_cuts`); without any rerun so far only the bounds.
         """
         step, self._step = self._step, Counter()
-        found: dict[str, float] = {name: float(count) for name, count in step.items()}
+        metrics: dict[str, float] = {name: float(count) for name, count in step.items()}
         estimate = self.estimate_wrong_cuts(step["cut"] - step["cut_at_maximum"])
         if not math.isnan(estimate.estimate):
-            found["wrong_cuts"] = estimate.estimate
-        return found | {"wrong_cuts_low": estimate.low, "wrong_cuts_high": estimate.high}
+            metrics["wrong_cuts"] = estimate.estimate
+        return metrics | {"wrong_cuts_low": estimate.low, "wrong_cuts_high": estimate.high}
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint, in plain types, without the counts of a step that has not ended."""

@@ -61,22 +61,22 @@ class LocalSession:
 
     def _find_reason(self) -> str:
         """Close the sandbox, and return why it did not start."""
-        said = ""
+        errors = ""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.stdin.close()
             self.process.wait(GRACE_SECONDS)
             os.set_blocking(self.stderr.fileno(), False)
-            said = (self.stderr.read(1 << 16) or b"").decode(errors="replace").strip()
+            errors = (self.stderr.read(1 << 16) or b"").decode(errors="replace").strip()
         self.close()
-        return said.splitlines()[-1] if said else f"no answer, ended with {self.process.returncode}"
+        return errors.splitlines()[-1] if errors else f"no answer, ended with {self.process.returncode}"
 
     def run(self, stdin: str, limit: float, maximum: float) -> Run:
         """See :class:`reward_sandbox.runs.Session`."""
         start = time.monotonic()
         case = {"stdin": stdin, "limit": limit, "maximum": maximum, "output": self.resources.output}
-        found = self._ask(case, maximum + GRACE_SECONDS)
+        answer = self._ask(case, maximum + GRACE_SECONDS)
         wall = time.monotonic() - start
-        if (run := _read_run(found)) is not None:
+        if (run := _read_run(answer)) is not None:
             return run
         self._kill()  # else a late answer would be that of the next case
         return Run(ended="cut" if wall > maximum else "lost", wall=min(wall, maximum))
@@ -138,13 +138,13 @@ class LocalSession:
             self.process.wait()
 
 
-def _read_run(found: dict[str, Any] | None) -> Run | None:
+def _read_run(answer: dict[str, Any] | None) -> Run | None:
     """The run that an answer describes; None for an answer of another form: a program can write to the pipe, too."""
     texts, times = ("ended", "output", "error"), ("wall", "cpu", "waited")
-    if found is None or set(found) != {*texts, *times} or not all(isinstance(found[name], str) for name in texts):
+    if answer is None or set(answer) != {*texts, *times} or not all(isinstance(answer[name], str) for name in texts):
         return None
-    fine = all(isinstance(found[name], int | float) and 0 <= found[name] < math.inf for name in times)
-    return Run(**found) if fine and found["waited"] <= found["wall"] else None
+    fine = all(isinstance(answer[name], int | float) and 0 <= answer[name] < math.inf for name in times)
+    return Run(**answer) if fine and answer["waited"] <= answer["wall"] else None
 
 
 def _wait_for(fd: int, event: int, deadline: float) -> None:

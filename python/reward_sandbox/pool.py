@@ -95,8 +95,8 @@ class _Call:
 
     def look(self) -> None:
         long = time.monotonic() - self.begun > LONG * self.limit
-        found = program_runner.look(self.process.pid, itself=True) if self.process is not None else None
-        self.holds = not long and (found is None or found.ready > 0)
+        state = program_runner.look(self.process.pid, itself=True) if self.process is not None else None
+        self.holds = not long and (state is None or state.ready > 0)
 
 
 class RewardPool:
@@ -170,22 +170,22 @@ class RewardPool:
             limit: seconds of this call, if not the pool's.
             more: function that gives further arguments, called as soon as a process is free.
         """
-        asked, limit = time.monotonic(), limit or self._limit
+        arrival, limit = time.monotonic(), limit or self._limit
         async with contextlib.nullcontext() if self._in_loop else self._take_turn(limit) as call:
             begun = time.monotonic()
-            given = {**arguments, **(await more() if more is not None else {})}
+            inputs = {**arguments, **(await more() if more is not None else {})}
             if call is None:
-                return self._read(await self._ask_in_loop(given, limit), asked, begun)
+                return self._read(await self._ask_in_loop(inputs, limit), arrival, begun)
             try:
-                payload = pickle.dumps(given)
+                payload = pickle.dumps(inputs)
             except Exception as error:
                 reason = f"its arguments cannot be pickled: {_describe(error)}"
-                return self._read((Failure.INVALID, reason), asked, begun)
+                return self._read((Failure.INVALID, reason), arrival, begun)
             for attempt in range(TRIES):
                 answer = await self._ask_a_process(call, payload, new=attempt > 0)
                 if not (isinstance(answer, tuple) and answer[0] in (Failure.DIED, Failure.MEMORY)):
                     break
-            return self._read(answer, asked, begun)
+            return self._read(answer, arrival, begun)
 
     async def close(self) -> None:
         """End the processes, and what they have started."""
@@ -255,8 +255,8 @@ class RewardPool:
     def _start(self) -> _Process:
         if self._guard is None:
             self._guard = guard.Guard(self._context)
-        given = self._function, self._nice, self._memory, self._guard.writer
-        return _Process(self._context, given, self._idle)
+        arguments = self._function, self._nice, self._memory, self._guard.writer
+        return _Process(self._context, arguments, self._idle)
 
     async def _ask_in_loop(self, arguments: Mapping[str, Any], limit: float) -> _Answer:
         task = asyncio.ensure_future(self._call_in_loop(arguments))
@@ -277,8 +277,8 @@ class RewardPool:
         except (SystemExit, KeyboardInterrupt) as error:  # a task would end the loop with it
             return Failure.RAISED, _describe(error)
 
-    def _read(self, answer: _Answer, asked: float, begun: float) -> Reward:
-        waiting, running = begun - asked, time.monotonic() - begun
+    def _read(self, answer: _Answer, arrival: float, begun: float) -> Reward:
+        waiting, running = begun - arrival, time.monotonic() - begun
         if isinstance(answer, bytes):
             try:
                 value, info = pickle.loads(answer)
@@ -313,10 +313,10 @@ class _Process:
         idle: processes of its pool without a call; it leaves them when it ends.
     """
 
-    def __init__(self, context: Any, given: tuple[Any, ...], idle: list[_Process]) -> None:
+    def __init__(self, context: Any, arguments: tuple[Any, ...], idle: list[_Process]) -> None:
         self.owner = os.getpid()
         self._socket, theirs = socket.socketpair()
-        self._process = context.Process(target=_serve, args=(theirs, *given))
+        self._process = context.Process(target=_serve, args=(theirs, *arguments))
         try:
             self._process.start()
         except OSError:
@@ -396,7 +396,7 @@ class _Process:
 # -- in a process ------------------------------------------------------------------------------------------
 
 
-def _serve(mine: socket.socket, function: Callable[..., Any], nice: int, memory: int, writer: Connection) -> None:
+def _serve(channel: socket.socket, function: Callable[..., Any], nice: int, memory: int, writer: Connection) -> None:
     """Answer until nobody asks any more."""
     signal.set_wakeup_fd(-1)  # of the event loop that this process was forked from
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -409,7 +409,7 @@ def _serve(mine: socket.socket, function: Callable[..., Any], nice: int, memory:
     resource.setrlimit(resource.RLIMIT_DATA, (has + memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     late = Failure.MEMORY, f"more than {memory / (1 << 20):.0f} MiB (setting memory)"
     me = os.getpid()
-    with mine, mine.makefile("rwb") as file:
+    with channel, channel.makefile("rwb") as file:
         _write(file, b"")
         while head := file.read(_SIZE.size):
             try:
@@ -439,8 +439,8 @@ def _call(function: Callable[..., Any], payload: bytes) -> _Answer:
 def _pack(result: Any) -> _Answer:
     try:
         info: dict[str, Any] = dict(result) if isinstance(result, Mapping) else {}
-        found: Any = info.get("score") if isinstance(result, Mapping) else result
-        if isinstance(found, (str, bytes)) or not math.isfinite(value := float(found)):
+        score: Any = info.get("score") if isinstance(result, Mapping) else result
+        if isinstance(score, (str, bytes)) or not math.isfinite(value := float(score)):
             raise ValueError("no finite number")
         return pickle.dumps((value, info))
     except MemoryError:

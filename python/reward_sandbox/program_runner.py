@@ -106,16 +106,16 @@ class Clock:
         self.wall = self.seconds = self.cpu = 0.0
         self.ready = 1
 
-    def move(self, wall: float, found: Look | None) -> None:
-        """Move the clock to ``wall`` seconds from the beginning, where ``found`` was seen."""
+    def move(self, wall: float, state: Look | None) -> None:
+        """Move the clock to ``wall`` seconds from the beginning, where ``state`` was seen."""
         passed, self.wall = wall - self.wall, wall
-        if found is None:
+        if state is None:
             self.seconds += passed
             return
-        used, self.cpu = max(0.0, found.cpu - self.before - self.cpu), max(self.cpu, found.cpu - self.before)
-        busy = used / min(max(self.ready, found.ready, 1), self.cores)
-        asleep = ((not self.ready) + (not found.ready)) / 2 * max(0.0, passed - busy)
-        self.seconds, self.ready = min(self.seconds + busy + asleep, wall), found.ready
+        used, self.cpu = max(0.0, state.cpu - self.before - self.cpu), max(self.cpu, state.cpu - self.before)
+        busy = used / min(max(self.ready, state.ready, 1), self.cores)
+        asleep = ((not self.ready) + (not state.ready)) / 2 * max(0.0, passed - busy)
+        self.seconds, self.ready = min(self.seconds + busy + asleep, wall), state.ready
 
 
 def measure_children() -> float:
@@ -208,11 +208,11 @@ class Watch:
             os.close(ended)
 
     def read_clock(self, wall: float, ended: bool = False) -> None:
-        found = look(os.getpid())
-        if found is not None:
+        state = look(os.getpid())
+        if state is not None:
             # Until it ended it did as before.
-            found = Look(found.cpu + measure_children(), self.clock.ready if ended else found.ready)
-        self.clock.move(wall, found)
+            state = Look(state.cpu + measure_children(), self.clock.ready if ended else state.ready)
+        self.clock.move(wall, state)
 
     def _move(self, fd: int) -> bool:
         """Whether a stream moved on."""
@@ -282,13 +282,13 @@ def run_case(case: dict[str, Any], control: int, rlimits: dict[str, int]) -> dic
         leave(1)
     code = os.waitstatus_to_exitcode(status)
     errors = watch.errors.decode(errors="replace").strip()
-    said = errors.splitlines()[-1][-500:] if errors else ""
+    message = errors.splitlines()[-1][-500:] if errors else ""
     if ended == "exit" and code:
         ended = "memory" if code == -signal.SIGKILL or "MemoryError" in errors else "error"
     return {
         "ended": ended,
         "output": watch.output[: case["output"]].decode(errors="replace"),
-        "error": said or (f"ended with {code}" if ended in ("error", "memory") else ""),
+        "error": message or (f"ended with {code}" if ended in ("error", "memory") else ""),
         "wall": watch.clock.wall,
         "cpu": usage.ru_utime + usage.ru_stime,
         "waited": watch.clock.wall - watch.clock.seconds,
@@ -308,10 +308,10 @@ def main() -> str:
     first = read_message(control)
     write_message(answers, {"ready": os.getpid()})
     while True:
-        found = run_case(read_message(control), control, first["rlimits"])
-        if found is None:
+        report = run_case(read_message(control), control, first["rlimits"])
+        if report is None:
             return first["program"]
-        write_message(answers, found)
+        write_message(answers, report)
 
 
 if __name__ == "__main__":

@@ -89,8 +89,8 @@ class Task(NamedTuple):
 def read_task(ground_truth: str | Mapping[str, Any]) -> Task:
     """Test cases from what a dataset has; raises ``ValueError`` with one line."""
     try:
-        given: Any = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
-        function, inputs, outputs = given.get("fn_name"), given["inputs"], given["outputs"]
+        fields: Any = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+        function, inputs, outputs = fields.get("fn_name"), fields["inputs"], fields["outputs"]
         # The digest says which problem it is: two problems may have a test case that reads the same.
         digest = hashlib.blake2b(json.dumps([function, inputs, outputs]).encode(), digest_size=8).hexdigest()
         pairs = list(zip(inputs, outputs, strict=True))
@@ -170,11 +170,11 @@ def score_response(
     outcome, error, runs = "right", "", list[CaseRun]()
     with _Runner(program, task, sandbox, maximum) as runner:
         for case, limit in limited:
-            run, found = runner.run(case, limit)
-            runs.append(CaseRun(case.key, found, run.seconds, limit))
-            if found != "right":
+            run, case_outcome = runner.run(case, limit)
+            runs.append(CaseRun(case.key, case_outcome, run.seconds, limit))
+            if case_outcome != "right":
                 if outcome == "right":
-                    outcome, error = found, run.error
+                    outcome, error = case_outcome, run.error
                 if all_or_nothing:
                     break
     right = sum(run.outcome == "right" for run in runs)
@@ -230,17 +230,17 @@ def matches_output(output: str, expected: str) -> bool:
     Lines are compared without the blanks at their ends, and without empty lines at the end; numbers with a point may
     differ in the sixth digit.
     """
-    found, wanted = ([line.split() for line in text.strip().splitlines()] for text in (output, expected))
-    return len(found) == len(wanted) and all(
-        len(a) == len(b) and all(map(_matches_word, a, b)) for a, b in zip(found, wanted, strict=True)
+    lines, expected_lines = ([line.split() for line in text.strip().splitlines()] for text in (output, expected))
+    return len(lines) == len(expected_lines) and all(
+        len(a) == len(b) and all(map(_matches_word, a, b)) for a, b in zip(lines, expected_lines, strict=True)
     )
 
 
-def _matches_word(found: str, wanted: str) -> bool:
-    if found == wanted:
+def _matches_word(word: str, expected: str) -> bool:
+    if word == expected:
         return True
     try:
-        return not (_is_whole(found) and _is_whole(wanted)) and _is_close(float(found), float(wanted))
+        return not (_is_whole(word) and _is_whole(expected)) and _is_close(float(word), float(expected))
     except ValueError:
         return False
 
@@ -252,26 +252,26 @@ def _is_whole(word: str) -> bool:
 def matches_result(output: str, expected: Any) -> bool:
     """Whether what a function returned, as JSON, is what was expected, or the only element of it, as in APPS."""
     try:
-        found = json.loads(output)
+        result = json.loads(output)
     except (ValueError, RecursionError):
         return False
-    return _matches_value(found, expected) or (
-        isinstance(expected, list) and bool(expected) and _matches_value(found, expected[0])
+    return _matches_value(result, expected) or (
+        isinstance(expected, list) and bool(expected) and _matches_value(result, expected[0])
     )
 
 
-def _matches_value(found: Any, wanted: Any) -> bool:
-    if isinstance(found, list) and isinstance(wanted, list):
-        return len(found) == len(wanted) and all(map(_matches_value, found, wanted))
-    if isinstance(found, int | float) and isinstance(wanted, int | float):
-        whole = isinstance(found, int) and isinstance(wanted, int)
-        return found == wanted or (not whole and _is_close(found, wanted))
-    return found == wanted
+def _matches_value(value: Any, expected: Any) -> bool:
+    if isinstance(value, list) and isinstance(expected, list):
+        return len(value) == len(expected) and all(map(_matches_value, value, expected))
+    if isinstance(value, int | float) and isinstance(expected, int | float):
+        whole = isinstance(value, int) and isinstance(expected, int)
+        return value == expected or (not whole and _is_close(value, expected))
+    return value == expected
 
 
-def _is_close(found: float, wanted: float) -> bool:
+def _is_close(value: float, expected: float) -> bool:
     relative, absolute = _DIGITS
     try:
-        return math.isfinite(wanted) and math.isclose(found, wanted, rel_tol=relative, abs_tol=absolute)
+        return math.isfinite(expected) and math.isclose(value, expected, rel_tol=relative, abs_tol=absolute)
     except OverflowError:  # a whole number that is too large
         return False

