@@ -110,9 +110,9 @@ def _then(method: Callable, follow: Callable) -> Callable:
 
     @functools.wraps(method)
     def call(*args: Any, **named: Any) -> Any:
-        found = method(*args, **named)
-        follow(found, *args)
-        return found
+        result = method(*args, **named)
+        follow(result, *args)
+        return result
 
     return call
 
@@ -132,11 +132,11 @@ def _with_weights_in_host_memory(method: Callable) -> Callable:
     return call
 
 
-def _follow_memory(found: Any, scheduler: Scheduler, *_: Any) -> None:
+def _follow_memory(result: Any, scheduler: Scheduler, *_: Any) -> None:
     if not hasattr(scheduler, "pat_follower"):
         scheduler.pat_follower = make_follower(scheduler)
     if scheduler.pat_follower is not None:
-        scheduler.pat_follower.turn(adapter.streaming.get_batch(found) is not None)
+        scheduler.pat_follower.turn(adapter.streaming.get_batch(result) is not None)
 
 
 def make_follower(scheduler: Scheduler) -> Follower | None:
@@ -144,8 +144,8 @@ def make_follower(scheduler: Scheduler) -> Follower | None:
     from stream_layers.follow import Follower
 
     streamed, engine = _get_streamed_layers(), adapter.streaming.read_engine()
-    given = parse_count(os.environ[STREAM_VARIABLE], STREAM_VARIABLE) is not None
-    if streamed is None or given or not streamed.can_change or engine.enable_memory_saver or engine.enable_dp_attention:
+    fixed = parse_count(os.environ[STREAM_VARIABLE], STREAM_VARIABLE) is not None
+    if streamed is None or fixed or not streamed.can_change or engine.enable_memory_saver or engine.enable_dp_attention:
         return None
     group = scheduler.tp_cpu_group if scheduler.tp_size > 1 else None
     return Follower(scheduler.tp_worker.model_runner, streamed, group)
@@ -162,5 +162,5 @@ def _get_streamed_layers() -> StreamedLayers | None:
 
     from stream_layers.layers import StreamedLayers
 
-    found = get_offloader()
-    return found if isinstance(found, StreamedLayers) else None
+    offloader = get_offloader()
+    return offloader if isinstance(offloader, StreamedLayers) else None

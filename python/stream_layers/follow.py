@@ -52,11 +52,11 @@ class Follower:
 
     def _look(self) -> None:
         before, free = self._streamed.count, self._measure()
-        wanted = self._agree(self._choose(free))
-        if wanted == before:
+        count = self._agree(self._choose(free))
+        if count == before:
             return
         begin = time.perf_counter()
-        self._streamed.stream(wanted)
+        self._streamed.stream(count)
         # A rank had no room after all: the others give up what they took.
         if (agreed := self._agree(self._streamed.count)) != self._streamed.count:
             self._streamed.stream(agreed)
@@ -88,11 +88,11 @@ class Follower:
         if (graphs := getattr(self._runner, adapter.rank.GRAPHS)) is None:
             return
         # A capture runs a step, which writes KV: not where that of the last step lies, but in the slot for padding.
-        given = graphs.buffers
-        for buffer in (given.input_ids, given.positions, given.req_pool_indices, given.out_cache_loc):
+        buffers = graphs.buffers
+        for buffer in (buffers.input_ids, buffers.positions, buffers.req_pool_indices, buffers.out_cache_loc):
             buffer.zero_()
-        given.seq_lens.fill_(graphs.seq_len_fill_value)
-        given.seq_lens_cpu.fill_(graphs.seq_len_fill_value)
+        buffers.seq_lens.fill_(graphs.seq_len_fill_value)
+        buffers.seq_lens_cpu.fill_(graphs.seq_len_fill_value)
         graphs.capture()
 
     def _measure(self) -> int:

@@ -143,18 +143,18 @@ class StreamedLayers(BaseOffloader):
         """Make the layers; SGLang's ``make_layers`` calls this with a generator that makes one after the other."""
         if self._modules and self.start:
             raise CannotStream(f"{FLAG}: this model has layers of two kinds; choose a text model")
-        made: list[torch.nn.Module] = []
+        modules: list[torch.nn.Module] = []
         for number, layer in enumerate(all_modules_generator):
-            made.append(layer)
+            modules.append(layer)
             if number in self._order[: self.start]:
                 self._host[number] = HostLayer(layer)
-        self._modules += made
-        return made
+        self._modules += modules
+        return modules
 
     def find_layers(self, model: torch.nn.Module) -> None:
         """Move layers that SGLang has made without ``make_layers``, of a model whose weights are not loaded yet."""
         lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
-        if not self._modules and len(stacks := [found for found in lists if len(found) == self.total]) == 1:
+        if not self._modules and len(stacks := [stack for stack in lists if len(stack) == self.total]) == 1:
             self.wrap_modules(stacks[0])
 
     def post_init(self) -> None:

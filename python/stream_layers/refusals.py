@@ -41,17 +41,17 @@ def take_flag(argv: Sequence[str]) -> list[str]:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(FLAG)
-    found, rest = parser.parse_known_args(argv)
-    if found.stream_layers is None:
+    options, rest = parser.parse_known_args(argv)
+    if options.stream_layers is None:
         return list(argv)
     parser.add_argument("--model-path", "--model")
     model = parser.parse_known_args(rest)[0].model_path
     if "--adaptive-tp" in argv:
         raise CannotStream(f"{FLAG} is for a plain engine: leave out {FLAG} or --adaptive-tp")
-    count = parse_count(found.stream_layers)
+    count = parse_count(options.stream_layers)
     if model is not None:
         check_model(model, count, FLAG)
-    os.environ[STREAM_VARIABLE] = found.stream_layers
+    os.environ[STREAM_VARIABLE] = options.stream_layers
     return rest
 
 
@@ -97,7 +97,7 @@ def refuse_arguments(args: Any, more: Iterable[Refusal] = ()) -> None:
     for field, allowed, advice in (*REFUSED, *more):
         value = getattr(args, field)
         if value not in allowed:
-            given = "--" + field.replace("_", "-") + ("" if value is True else f" {value}")
-            raise CannotStream(f"{FLAG} does not support {given}: {advice}")
+            argument = "--" + field.replace("_", "-") + ("" if value is True else f" {value}")
+            raise CannotStream(f"{FLAG} does not support {argument}: {advice}")
     # Of a command line the flag was checked by `take_flag`.
     check_model(args.model_path, parse_count(os.environ[STREAM_VARIABLE], STREAM_VARIABLE), STREAM_VARIABLE)
