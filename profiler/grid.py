@@ -222,11 +222,11 @@ def _sort_coarse_first(values: Sequence[int]) -> list[int]:
     return list(dict.fromkeys(order))
 
 
-def list_required_points(found: Sequence[Point]) -> set[Point]:
+def list_required_points(points: Sequence[Point]) -> set[Point]:
     """Points without which nothing can be predicted: the first decode point of each layout with all its replicas, and
     the first switch of each pair that moves KV."""
     first: dict[tuple[int, int], Point] = {}
-    for point in found:
+    for point in points:
         if point.kind == "decode" or (point.kind == "switch" and point.batch):
             first.setdefault((point.tp, point.to_tp), point)
     return set(first.values())

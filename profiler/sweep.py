@@ -88,9 +88,9 @@ def parse_budget(text: str) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    profile, asked = load_existing(options.out), grids.format_axes(options.axes)
+    profile, axes = load_existing(options.out), grids.format_axes(options.axes)
     if profile is not None:
-        check_asked(options.out, profile, asked)
+        check_asked(options.out, profile, axes)
     args = launch.make_server_args(options.model_path, options.flags)
     if profile is not None:
         # Without an engine: it takes a while to start.
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     with speaker.show_waiting("starting the engine"):
         engine = launch.start(args)
     try:
-        return launch.run(engine, lambda: measure_all(engine, options, profile, asked, speaker))
+        return launch.run(engine, lambda: measure_all(engine, options, profile, axes, speaker))
     except KeyboardInterrupt:
         kept = f": what was measured is in {options.out}; the same command goes on" if options.out.exists() else ""
         speaker.say(f"interrupted{kept}")
@@ -109,16 +109,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def measure_all(
-    engine: Any, options: argparse.Namespace, earlier: Profile | None, asked: str, speaker: Speaker
+    engine: Any, options: argparse.Namespace, earlier: Profile | None, axes: str, speaker: Speaker
 ) -> int:
-    """The command once the engine runs; ``earlier``: the profile to go on with, ``asked``: the canonical ``--grid``."""
+    """The command once the engine runs; ``earlier``: the profile to go on with, ``axes``: the canonical ``--grid``."""
     rig = Rig(engine, TEMPERATURE)
     await rig.connect()
     fingerprint = engine.get_fingerprint()
     limits = rig.compute_limits(fingerprint.kv_tokens, fingerprint.max_running)
     if earlier is None:
         grid = grids.resolve(options.axes, limits).as_lists()
-        earlier = Profile(fingerprint=fingerprint, grid=grid, machine={"grid": asked})
+        earlier = Profile(fingerprint=fingerprint, grid=grid, machine={"grid": axes})
     sweep = Sweep(rig, Store(options.out, earlier), limits, options.budget, speaker, time.monotonic())
     if earlier.complete and sweep.done == sweep.total:
         speaker.say(f"{options.out} is complete: {sweep.done} points; nothing to do")

@@ -154,17 +154,17 @@ def compute_slowdown(trace: list[Step], predictor: Predictor, tp: int) -> float:
     return measured / predicted
 
 
-def compare_layouts(found: dict[str, list[float]]) -> LayoutComparison:
+def compare_layouts(slowness: dict[str, list[float]]) -> LayoutComparison:
     """Layout → the slowness of its runs, as many of each and in turn: what slows the machine down for a while is common
     to a turn."""
-    logs = np.log(list(found.values()))  # [layouts, runs]
+    logs = np.log(list(slowness.values()))  # [layouts, runs]
     common = logs.mean(axis=0)
     beside = logs - common
     means, runs, free = beside.mean(axis=1), logs.shape[1], max(len(logs) - 1, 1)
     noise = float((beside.var(axis=1, ddof=1) / runs).sum() / free) if runs > 1 else 0.0
     return LayoutComparison(
         common=float(np.expm1(common.mean())),
-        beside=dict(zip(found, np.expm1(means).tolist(), strict=True)),
+        beside=dict(zip(slowness, np.expm1(means).tolist(), strict=True)),
         error=float(np.sqrt(max(0.0, (means**2).sum() / free - noise))),
         noise=float(np.sqrt(noise)),
     )

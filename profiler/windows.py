@@ -19,9 +19,9 @@ outvoted."""
 Step = dict[str, Any]
 
 
-def group_by_rank(trace: list[Step], **wanted: Any) -> dict[int, list[Step]]:
-    """Steps of each leader in the order of time, those that match ``wanted`` only."""
-    steps = [step for step in trace if all(step[name] == value for name, value in wanted.items())]
+def group_by_rank(trace: list[Step], **fields: Any) -> dict[int, list[Step]]:
+    """Steps of each leader in the order of time, those that match ``fields`` only."""
+    steps = [step for step in trace if all(step[name] == value for name, value in fields.items())]
     steps.sort(key=lambda step: (step["rank"], step["at"]))
     return {rank: list(group) for rank, group in groupby(steps, key=lambda step: step["rank"])}
 

@@ -130,8 +130,8 @@ def main() -> int:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def answer(**found: Any) -> None:
-        print(json.dumps(found), file=out, flush=True)
+    def answer(**fields: Any) -> None:
+        print(json.dumps(fields), file=out, flush=True)
 
     engine = launch.start(launch.make_server_args(model, flags, json.loads(policy)))
     try:
