@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from . import code_names
-from .code_names import ROOT, list_files, parse, walk
+from .code_names import PACKAGE, ROOT, list_files, parse, walk
 
 pytestmark = [pytest.mark.unit, pytest.mark.xdist_group(code_names.__name__)]
 
@@ -185,6 +185,23 @@ def test_docstrings_say_their_noun():
         if HANGING.match(node.value.strip())
     ]
     assert not fragments, "say the noun, its shape and its unit:\n" + "\n".join(fragments)
+
+
+VAGUE = frozenset("found given there about said mine made wanted known asked told had".split())
+
+
+def test_variables_are_nouns():
+    """A variable or a parameter says what it holds: ``files``, not ``found``."""
+    vague = []
+    for path in list_files(PACKAGE.parent, ROOT / "profiler"):
+        classes = [node for node in walk(path) if isinstance(node, ast.ClassDef)]
+        fields = {id(line.target) for owner in classes for line in owner.body if isinstance(line, ast.AnnAssign)}
+        for node in walk(path):
+            stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in fields
+            name = node.id if stored else node.arg if isinstance(node, ast.arg) else ""
+            if name in VAGUE:
+                vague.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name}")
+    assert not vague, "say what it holds, by a noun:\n" + "\n".join(vague)
 
 
 def test_a_class_has_a_name_of_its_own():
